@@ -1,0 +1,203 @@
+"""The contract of a component: one kind of state, and its rules on the tree.
+
+The tree walks, cuts and sequences; a component answers for its own ids. It sees nodes, page ids and the tree's leaf
+sets and nothing else: no cache, no pool, no controller. Hooks are grouped by phase, with the seeds' names where the
+concept remains.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tiered_cache.observe import Event, EventKind
+from tiered_cache.types import ComponentId, EvictResult, PageIds, Tier
+
+if TYPE_CHECKING:
+    from tiered_cache.observe import Observers
+    from tiered_cache.tree.leaves import LeafSets
+    from tiered_cache.tree.node import Node
+    from tiered_cache.tree.radix import RadixTree
+    from tiered_cache.types import InsertParams
+
+NO_PAGES: PageIds = np.empty(0, dtype=np.int32)
+NO_PAGES.flags.writeable = False
+
+
+def own(ids: PageIds) -> PageIds:
+    """A read-only copy with memory of its own: no view keeps a large buffer alive, nobody changes a value in place."""
+    ids = ids.copy()
+    ids.setflags(write=False)
+    return ids
+
+
+def join(parts: Sequence[PageIds]) -> PageIds:
+    """One array from several; a single one is not copied."""
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else NO_PAGES
+
+
+class Sizes:
+    """Pages that a component holds on one tier, by whether a lock keeps them."""
+
+    __slots__ = ("evictable", "protected")
+
+    def __init__(self) -> None:
+        self.evictable = 0
+        self.protected = 0
+
+    def credit(self, num_pages: int, locks: int) -> None:
+        if locks:
+            self.protected += num_pages
+        else:
+            self.evictable += num_pages
+
+
+class Insertion:
+    """What one insert has found so far; the components write here.
+
+    `prefix_len` is lowered to the start of what was not on the device, `first_changed` to that of what was there twice.
+    """
+
+    __slots__ = ("duplicates", "first_changed", "params", "prefix_len")
+
+    def __init__(self, params: InsertParams, length: int) -> None:
+        self.params = params
+        self.prefix_len = length
+        self.first_changed = length
+        self.duplicates: dict[int, list[PageIds]] = {}
+
+    def refuse(self, index: int, ids: PageIds, start: int) -> None:
+        """The tree has a component's pages from depth `start` on already: `ids` are the caller's to give back."""
+        self.duplicates.setdefault(index, []).append(ids)
+        if start < self.first_changed:
+            self.first_changed = start
+
+
+class Eviction:
+    """What one eviction has given up so far."""
+
+    __slots__ = ("counts", "dropped_tokens", "given")
+
+    def __init__(self, num_components: int) -> None:
+        self.given: dict[Tier, list[list[PageIds]]] = {
+            tier: [[] for _ in range(num_components)] for tier in (Tier.DEVICE, Tier.HOST)
+        }
+        self.counts = {tier: [0] * num_components for tier in (Tier.DEVICE, Tier.HOST)}
+        self.dropped_tokens = 0
+
+    def give(self, index: int, tier: Tier, ids: PageIds) -> None:
+        self.given[tier][index].append(ids)
+        self.counts[tier][index] += len(ids)
+
+    def result(self) -> EvictResult:
+        device, host = (tuple(join(parts) for parts in self.given[tier]) for tier in (Tier.DEVICE, Tier.HOST))
+        return EvictResult(device, host, self.dropped_tokens)
+
+
+class TreeComponent(ABC):
+    """One kind of state. Made with its id, bound once by the tree that it is given to."""
+
+    def __init__(self, component_id: str) -> None:
+        self.id = ComponentId(component_id)
+        self.device = Sizes()
+        self.host = Sizes()
+        self.index = -1
+        self.page_size = 0
+        self.leaves: LeafSets
+        self.observers: Observers
+
+    def bind(self, index: int, page_size: int, leaves: LeafSets, observers: Observers) -> None:
+        """Called by the tree: the dense index, and what all components of a tree share."""
+        self.index, self.page_size, self.leaves, self.observers = index, page_size, leaves, observers
+        self.device, self.host = Sizes(), Sizes()
+
+    def tell(self, kind: EventKind, tier: Tier, node: Node) -> None:
+        self.observers.on_event(Event(kind, component=self.id, tier=tier, node=node))
+
+    # --- match ------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def deepest_boundary(self, path: Sequence[Node], count: int, depth: int, device_only: bool) -> int:
+        """The largest n ≤ `count` such that a prefix may end behind `path[:n]` (0 always may; semantics §3.4).
+
+        `depth` is where `path[:count]` ends; it is inside the last node's edge when that matched partly.
+        """
+
+    @abstractmethod
+    def collect(self, path: Sequence[Node], start: int, stop: int) -> PageIds:
+        """Device ids of the pages of `[start, stop)`, one per page (−1: none there); `stop` is in `path`'s last node."""
+
+    @abstractmethod
+    def touch(self, path: Sequence[Node], stamp: int) -> None:
+        """`path` has been used as a prefix; date what this component would use of it (semantics §3.6)."""
+
+    # --- insert -----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def update_component_on_insert_overlap(self, node: Node, start: int, insertion: Insertion) -> None:
+        """An insert passes over `node`, which begins at `start`: adopt, or report duplicates (semantics §5.3–5)."""
+
+    @abstractmethod
+    def commit_insert_component_data(self, leaf: Node, start: int, insertion: Insertion) -> None:
+        """An insert has made `leaf`, which begins at `start`: take what belongs there (semantics §5.6–7)."""
+
+    def leaf_cuts(self, start: int, stop: int, params: InsertParams) -> Iterable[int]:
+        """Depths at which a fresh leaf `[start, stop)` should be cut for this component's sake (semantics §5.6)."""
+        return ()
+
+    def allows_boundary(self, depth: int, params: InsertParams) -> bool:
+        """Whether a boundary at the prompt's end suits this component (semantics §5.9)."""
+        return True
+
+    # --- split ------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def redistribute_on_node_split(self, parent: Node, child: Node, num_pages: int) -> None:
+        """`child` has become the suffix below the new `parent`, which takes the first `num_pages` (semantics §4)."""
+
+    # --- eviction ---------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def evict_component(self, node: Node, tier: Tier, eviction: Eviction) -> None:
+        """Give up this component's part of `node` on a tier where it has one. The caller has checked that it may."""
+
+    @abstractmethod
+    def drive_eviction(self, tree: RadixTree, need: int, eviction: Eviction) -> None:
+        """Choose victims on the device until `need` pages of this component are given up, or none is left."""
+
+    @abstractmethod
+    def drive_host_eviction(self, tree: RadixTree, need: int, eviction: Eviction) -> None:
+        """The same on the host."""
+
+    # --- locks ------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def acquire_component_lock(self, path: Sequence[Node], tier: Tier, start: int) -> Any:
+        """Hold what this component needs of `path` (end first, up to below the root); return what release needs.
+
+        On the host, only nodes that overlap `[start, end)` are held (a host lock is a span, semantics §6.4).
+        """
+
+    @abstractmethod
+    def release_component_lock(self, node: Node, tier: Tier, part: Any) -> None:
+        """Undo one acquisition whose path ended at `node`."""
+
+    # --- transfer ---------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def commit_hicache_transfer(self, nodes: Sequence[Node], tier: Tier, ids: PageIds) -> PageIds:
+        """`ids` now hold this component's state of `nodes` (root first) on `tier`; return those not taken.
+
+        Values that are already there stay (semantics §5.12).
+        """
+
+    # --- proof ------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def check(self, node: Node, fail: Any) -> None:
+        """Call `fail(message)` for each invariant of this component that does not hold at `node`."""

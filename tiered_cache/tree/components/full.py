@@ -1,0 +1,248 @@
+"""Full attention: every page of the prefix is needed, from the root on.
+
+The base component: its value is what makes a node exist (semantics §1), so it also keeps the counts of children by
+which the leaf sets know a leaf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from tiered_cache.errors import stale_prefix
+from tiered_cache.observe import EventKind
+from tiered_cache.tree.components.base import NO_PAGES, Eviction, Insertion, TreeComponent, join, own
+from tiered_cache.types import PageIds, Tier
+
+if TYPE_CHECKING:
+    from tiered_cache.tree.node import Node
+    from tiered_cache.tree.radix import RadixTree
+
+
+class FullComponent(TreeComponent):
+    """KV of full attention: one page id per page, a hold on a path holds all of it."""
+
+    # --- match ------------------------------------------------------------------------------------------------------
+
+    def deepest_boundary(self, path: Sequence[Node], count: int, depth: int, device_only: bool) -> int:
+        if device_only:  # dev(F) is prefix closed: the deepest node that has it is the boundary
+            while count and path[count - 1].data[self.index].value is None:
+                count -= 1
+        return count  # the walk has stopped in front of the first dead node
+
+    def collect(self, path: Sequence[Node], start: int, stop: int) -> PageIds:
+        if not path:
+            return NO_PAGES
+        index = self.index
+        parts = [node.data[index].value for node in path if node.end > start]
+        end = path[-1].end
+        if end > stop:
+            parts[-1] = parts[-1][: (stop - end) // self.page_size]  # type: ignore[index]  # a device path has values
+        ids = join(parts)  # type: ignore[arg-type]
+        return ids[len(ids) - (stop - start) // self.page_size :] if start else ids
+
+    def touch(self, path: Sequence[Node], stamp: int) -> None:
+        index = self.index
+        for node in path:
+            data = node.data[index]
+            if data.stamp != stamp:
+                data.stamp = stamp
+                if data.queue is not None:
+                    self.leaves.touch(node)
+
+    # --- insert -----------------------------------------------------------------------------------------------------
+
+    def update_component_on_insert_overlap(self, node: Node, start: int, insertion: Insertion) -> None:
+        page_size, params = self.page_size, insertion.params
+        value = node.data[self.index].value
+        if value is None:
+            if start < params.prev_prefix_len:
+                raise stale_prefix(params.prev_prefix_len, start)
+            insertion.prefix_len = min(insertion.prefix_len, start)
+            self._gain(node, Tier.DEVICE, own(params.pages[self.index][start // page_size : node.end // page_size]))
+            return
+        keep = params.prev_prefix_len - start
+        if keep >= node.end - start:
+            return
+        first = max(0, keep) // page_size
+        incoming = params.pages[self.index][start // page_size + first : node.end // page_size]
+        duplicates = incoming[incoming != value[first:]]  # the very page that is there is nobody's duplicate
+        if len(duplicates):
+            insertion.refuse(self.index, duplicates, start + first * page_size)
+
+    def commit_insert_component_data(self, leaf: Node, start: int, insertion: Insertion) -> None:
+        incoming = insertion.params.pages[self.index]
+        self._gain(leaf, Tier.DEVICE, own(incoming[start // self.page_size : leaf.end // self.page_size]))
+
+    # --- split ------------------------------------------------------------------------------------------------------
+
+    def redistribute_on_node_split(self, parent: Node, child: Node, num_pages: int) -> None:
+        upper, lower = parent.data[self.index], child.data[self.index]
+        upper.lock_ref, upper.host_lock_ref = lower.lock_ref, lower.host_lock_ref
+        upper.stamp, upper.stored = lower.stamp, lower.stored
+        if lower.value is not None:
+            upper.value, lower.value = own(lower.value[:num_pages]), own(lower.value[num_pages:])
+            parent.device_children = 1
+        if lower.host_value is not None:
+            upper.host_value, lower.host_value = own(lower.host_value[:num_pages]), own(lower.host_value[num_pages:])
+        parent.live_children = int(lower.value is not None or lower.host_value is not None)
+
+    # --- eviction ---------------------------------------------------------------------------------------------------
+
+    def evict_component(self, node: Node, tier: Tier, eviction: Eviction) -> None:
+        eviction.give(self.index, tier, self._lose(node, tier))
+
+    def drive_eviction(self, tree: RadixTree, need: int, eviction: Eviction) -> None:
+        given, index = eviction.counts[Tier.DEVICE], self.index
+        while given[index] < need:
+            node = self.leaves.first(Tier.DEVICE)
+            if node is None:
+                return
+            if not tree.evict_device_leaf(node, eviction):
+                # A leaf that cannot go (something below it is held on the host) hides none of the others.
+                others = list(self.leaves.in_order(Tier.DEVICE))
+                if not any(tree.evict_device_leaf(other, eviction) for other in others):
+                    return
+
+    def drive_host_eviction(self, tree: RadixTree, need: int, eviction: Eviction) -> None:
+        given, index = eviction.counts[Tier.HOST], self.index
+        while given[index] < need:
+            node = self.leaves.first(Tier.HOST)
+            if node is None:
+                return
+            tree.evict_host_leaf(node, eviction)
+
+    # --- locks ------------------------------------------------------------------------------------------------------
+
+    def acquire_component_lock(self, path: Sequence[Node], tier: Tier, start: int) -> int:
+        index = self.index
+        if tier is Tier.HOST:
+            return self._acquire_host(path, start)
+        for node in path:
+            data = node.data[index]
+            data.lock_ref += 1
+            if data.lock_ref == 1:
+                if data.value is not None:
+                    num_pages = len(data.value)
+                    self.device.evictable -= num_pages
+                    self.device.protected += num_pages
+                if data.queue is not None:
+                    data.queue = None
+                    self.leaves.touch(node)
+        return 0
+
+    def release_component_lock(self, node: Node, tier: Tier, part: int) -> None:
+        index, refresh = self.index, self.leaves.refresh
+        if tier is Tier.HOST:
+            self._release_host(node, part)
+            return
+        current: Node | None = node
+        while current is not None and current.parent is not None:
+            data = current.data[index]
+            data.lock_ref -= 1
+            if data.lock_ref == 0:
+                if data.value is not None:
+                    num_pages = len(data.value)
+                    self.device.protected -= num_pages
+                    self.device.evictable += num_pages
+                if current.device_children == 0:
+                    refresh(current)
+            current = current.parent
+
+    def _acquire_host(self, path: Sequence[Node], start: int) -> int:
+        for node in path:
+            if node.end <= start:
+                break
+            data = node.data[self.index]
+            data.host_lock_ref += 1
+            if data.host_lock_ref == 1:
+                if data.host_value is not None:
+                    self.host.evictable -= len(data.host_value)
+                    self.host.protected += len(data.host_value)
+                self.leaves.refresh(node)
+        return start
+
+    def _release_host(self, node: Node, start: int) -> None:
+        current: Node | None = node
+        while current is not None and current.parent is not None and current.end > start:
+            data = current.data[self.index]
+            data.host_lock_ref -= 1
+            if data.host_lock_ref == 0:
+                if data.host_value is not None:
+                    self.host.protected -= len(data.host_value)
+                    self.host.evictable += len(data.host_value)
+                self.leaves.refresh(current)
+            current = current.parent
+
+    # --- transfer ---------------------------------------------------------------------------------------------------
+
+    def commit_hicache_transfer(self, nodes: Sequence[Node], tier: Tier, ids: PageIds) -> PageIds:
+        unused, at = [], 0
+        for node in nodes:
+            num_pages = (node.end - node.start) // self.page_size
+            mine = ids[at : at + num_pages]
+            at += num_pages
+            data = node.data[self.index]
+            if (data.value if tier is Tier.DEVICE else data.host_value) is not None:
+                unused.append(mine)
+            else:
+                self._gain(node, tier, own(mine))
+        return join(unused)
+
+    # --- the two changes of a residency, each with its counters -------------------------------------------------------
+
+    def _gain(self, node: Node, tier: Tier, ids: PageIds) -> None:
+        data, parent = node.data[self.index], node.parent
+        assert parent is not None, "the root holds nothing"
+        if data.value is None and data.host_value is None:
+            parent.live_children += 1
+        if tier is Tier.DEVICE:
+            data.value = ids
+            parent.device_children += 1
+            self.device.credit(len(ids), data.lock_ref)
+        else:
+            data.host_value = ids
+            self.host.credit(len(ids), data.host_lock_ref)
+        self._changed(node, parent, EventKind.STORED, tier)
+
+    def _lose(self, node: Node, tier: Tier) -> PageIds:
+        data, parent = node.data[self.index], node.parent
+        assert parent is not None, "the root holds nothing"
+        if tier is Tier.DEVICE:
+            ids, data.value = data.value, None
+            parent.device_children -= 1
+            self.device.credit(-len(ids), data.lock_ref)  # type: ignore[arg-type]  # callers have looked
+        else:
+            ids, data.host_value = data.host_value, None
+            self.host.credit(-len(ids), data.host_lock_ref)  # type: ignore[arg-type]
+        if data.value is None and data.host_value is None:
+            parent.live_children -= 1
+        self._changed(node, parent, EventKind.REMOVED, tier)
+        return ids  # type: ignore[return-value]
+
+    def _changed(self, node: Node, parent: Node, kind: EventKind, tier: Tier) -> None:
+        self.leaves.refresh(node)
+        if parent.data[self.index].queue is not None or kind is EventKind.REMOVED:
+            self.leaves.refresh(parent)  # a gain below only ever takes a leaf out of its order
+        if self.observers.listening:
+            self.tell(kind, tier, node)
+
+    # --- proof ------------------------------------------------------------------------------------------------------
+
+    def check(self, node: Node, fail: Callable[[str], None]) -> None:
+        data = node.data[self.index]
+        num_pages = (node.end - node.start) // self.page_size
+        for name, value in (("value", data.value), ("host_value", data.host_value)):
+            if value is not None and len(value) != num_pages:
+                fail(f"{name} has {len(value)} pages, the edge has {num_pages}")
+            if value is not None and (value.base is not None or value.flags.writeable):
+                fail(f"{name} is a view, or writable")
+        parent = node.parent
+        if parent is not None and parent.parent is not None:
+            above = parent.data[self.index]
+            if data.value is not None and above.value is None:
+                fail("is on the device below a node that is not (semantics §2.2)")
+            if data.host_value is not None and above.value is None and above.host_value is None and not above.stored:
+                fail("is on the host below a dead node (semantics §2.2)")
+            if above.lock_ref < data.lock_ref:
+                fail(f"has more locks ({data.lock_ref}) than its parent ({above.lock_ref})")

@@ -1,0 +1,106 @@
+"""A tree vertex and what each component keeps there. Data only; the rules are elsewhere."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tiered_cache.tree.policies import EvictionPolicy
+    from tiered_cache.types import Namespace, PageIds
+
+
+class ComponentData:
+    """One component's part of one node: where it is, who holds it, how old it is.
+
+    `value`, `host_value`: page ids on the device and on the host (None: not there). The arrays are read-only and own
+    their memory. `stamp`: last access, by the tree's operation counter. `queue`: the eviction order that the part
+    belongs in, if any; `listed`: the one it stands in until the orders are settled, `unsettled` meanwhile.
+    `stored`: a belief that storage has it (semantics §8.4).
+    """
+
+    __slots__ = (
+        "host_lock_ref",
+        "host_value",
+        "listed",
+        "lock_ref",
+        "queue",
+        "stamp",
+        "stored",
+        "unsettled",
+        "value",
+    )
+
+    def __init__(self, stamp: int = 0) -> None:
+        self.value: PageIds | None = None
+        self.host_value: PageIds | None = None
+        self.lock_ref = 0
+        self.host_lock_ref = 0
+        self.stamp = stamp
+        self.queue: EvictionPolicy | None = None
+        self.listed: EvictionPolicy | None = None
+        self.unsettled = False
+        self.stored = False
+
+
+class Node:
+    """A vertex with the edge that leads to it.
+
+    `key`: the edge's tokens as bytes (see `RadixKey.data`); `end`: absolute depth of its last token + 1, which no split
+    ever changes; `child_key`: the key under which it hangs in `parent.children`. `device_children`, `live_children`:
+    how many children have a base value on the device, and on any tier; they make the leaf predicates O(1).
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "child_key",
+        "children",
+        "created",
+        "data",
+        "device_children",
+        "end",
+        "hit_count",
+        "key",
+        "live_children",
+        "namespace",
+        "page_keys",
+        "parent",
+        "priority",
+    )
+
+    def __init__(
+        self,
+        key: bytes,
+        child_key: bytes,
+        end: int,
+        parent: Node | None,
+        namespace: Namespace,
+        data: tuple[ComponentData, ...],
+        created: int = 0,
+        priority: int = 0,
+    ) -> None:
+        self.key = key
+        self.child_key = child_key
+        self.end = end
+        self.parent = parent
+        self.namespace = namespace
+        self.data = data
+        self.created = created
+        self.priority = priority
+        self.children: dict[bytes, Node] = {}
+        self.device_children = 0
+        self.live_children = 0
+        self.hit_count = 0
+        self.page_keys: list[bytes] | None = None
+
+    @property
+    def start(self) -> int:
+        """Absolute depth of the edge's first token."""
+        return self.parent.end if self.parent is not None else 0
+
+    def __repr__(self) -> str:
+        parts = []
+        for data in self.data:
+            tiers = ("D" if data.value is not None else "-") + ("H" if data.host_value is not None else "-")
+            locks = f" lock {data.lock_ref}/{data.host_lock_ref}" if data.lock_ref or data.host_lock_ref else ""
+            parts.append(tiers + locks)
+        return f"<Node [{self.start}:{self.end}) {', '.join(parts)}, {self.hit_count} hits>"

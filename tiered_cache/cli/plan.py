@@ -1,0 +1,117 @@
+"""`tiered-cache plan`: what a configuration comes to in bytes, pages and tokens, without the memory.
+
+The row is shown although there is no host tier yet: its layout is settled (design notes), and its
+padding is what a page size costs later.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from tiered_cache.build import Sizing, size_stack
+from tiered_cache.cli.check import warnings
+from tiered_cache.config import Config, load_config
+from tiered_cache.pools.spec import HEADER_BYTES, row_layout
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.console import Console
+
+
+def show_plan(path: Path, console: Console) -> None:
+    """Prints the tables.
+
+    Raises:
+        ConfigError: the configuration cannot be used.
+    """
+    config = load_config(path)
+    sizing = size_stack(config)
+    model = config.model
+    name = f"{model.id or 'model'}{f' @ {model.revision}' if model.revision else ''}"
+    console.print(
+        f"{name}: {model.num_layers} layers, {model.dtype}, pages of {config.page_size} tokens. "
+        "All sizes are per rank.",
+        markup=False,
+        highlight=False,
+    )
+    console.print(pools_table(sizing))
+    console.print(tiers_table(config, sizing))
+    console.print(rows_table(sizing))
+    for text in warnings(config, sizing):
+        console.print(f"warning: {text}", markup=False, highlight=False, soft_wrap=True)
+
+
+def pools_table(sizing: Sizing) -> Table:
+    """What each pool costs."""
+    table = Table(title="Pools", title_justify="left")
+    for heading in ("component", "pool", "layers", "row shape", "dtype", "ranks hold"):
+        table.add_column(heading)
+    for heading in ("bytes/token", "bytes/page"):
+        table.add_column(heading, justify="right")
+    for pool in sizing.stack.pools:
+        table.add_row(
+            pool.component,
+            pool.name,
+            str(len(pool.layers)),
+            " × ".join(map(str, pool.row_shape)),
+            pool.dtype,
+            "the same" if pool.sharding == "replicated" else "their share",
+            f"{pool.page_bytes / sizing.page_size:,.10g}",
+            f"{pool.page_bytes:,}",
+        )
+    table.add_section()
+    total = sum(pool.page_bytes for pool in sizing.stack.pools)
+    table.add_row(
+        "all", "", "", "", "", "", f"{total / sizing.page_size:,.10g}", f"{total:,}", style="bold"
+    )
+    return table
+
+
+def tiers_table(config: Config, sizing: Sizing) -> Table:
+    """What the budget buys."""
+    table = Table(title="Tiers", title_justify="left")
+    for heading in ("tier", "on", "component"):
+        table.add_column(heading)
+    for heading in ("pages", "tokens", "size"):
+        table.add_column(heading, justify="right")
+    for component in sizing.stack.components:
+        cells = ["as in", "device_pools", ""]
+        if sizing.num_pages is not None:
+            pages = sizing.num_pages[component.id]
+            size = pages * sizing.page_bytes(component.id)
+            cells = [f"{pages:,}", f"{pages * sizing.page_size:,}", human_bytes(size)]
+        table.add_row("device", config.device.type, component.id, *cells)
+    return table
+
+
+def rows_table(sizing: Sizing) -> Table:
+    """How a page will lie in a row of the host arena, which is an object in storage."""
+    table = Table(title="Rows (host and storage, not there yet)", title_justify="left")
+    table.add_column("component")
+    for heading in ("slices", "slice bytes", "header", "payload", "padding", "stride", "waste"):
+        table.add_column(heading, justify="right")
+    for component in sizing.stack.components:
+        layout = row_layout(sizing.stack.pools_of(component.id))
+        sizes = sorted({piece.num_bytes for piece in layout.slices})
+        table.add_row(
+            component.id,
+            f"{len(layout.slices):,}",
+            f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}",
+            f"{HEADER_BYTES:,}",
+            f"{layout.payload_bytes:,}",
+            f"{layout.padding_bytes:,}",
+            f"{layout.stride:,}",
+            f"{1 - layout.payload_bytes / layout.stride:.1%}",
+        )
+    return table
+
+
+def human_bytes(count: int) -> str:
+    """`1.5 GiB`, as `size:` takes it."""
+    size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:,.4g} {units[0]}"

@@ -1,0 +1,113 @@
+"""The `model` section from a Hugging Face config object, duck-typed: no transformers here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from pydantic import ValidationError
+
+from tiered_cache.config.marks import Mark, Marks
+from tiered_cache.config.problems import problems_of
+from tiered_cache.config.schema import ModelConfig
+from tiered_cache.errors import ConfigError, ConfigProblem
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def model_from_hf(
+    hf_config: Any, *, id: str | None = None, revision: str | None = None, dtype: Any = None
+) -> ModelConfig:
+    """The `model` section for a Hugging Face config object.
+
+    Args:
+        hf_config: anything with the attributes of a `PreTrainedConfig`; of a multimodal one, the
+            text part is taken.
+        id, revision: default: what the config object remembers of where it came from.
+        dtype: of the attention state, a name or a torch dtype; default: the config object's.
+
+    Raises:
+        ConfigError: the model keeps state that no strategy handles yet, or a number is missing.
+    """
+    get_text_config = getattr(hf_config, "get_text_config", None)
+    text = get_text_config(decoder=True) if get_text_config is not None else hf_config
+    refusals = list(_unsupported(text))
+    if refusals:
+        raise ConfigError(
+            [ConfigProblem(refusal, "model", file=_hf_name(text)) for refusal in refusals]
+        )
+    settings: dict[str, Any] = {
+        "id": id or getattr(hf_config, "_name_or_path", None) or None,
+        "revision": revision or getattr(hf_config, "_commit_hash", None),
+        "dtype": _dtype_name(
+            dtype or getattr(text, "dtype", None) or getattr(hf_config, "dtype", None)
+        ),
+        "num_layers": getattr(text, "num_hidden_layers", None),
+        **(_latent_shape(text) if _is_latent(text) else _heads_shape(text)),
+    }
+    given = {key: value for key, value in settings.items() if value is not None}
+    try:
+        return ModelConfig.model_validate(given)
+    except ValidationError as error:
+        marks = Marks({(): Mark(_hf_name(text))})
+        raise ConfigError(problems_of(error, marks, inside=("model",))) from None
+
+
+def _hf_name(text: Any) -> str:
+    return type(text).__name__
+
+
+def _unsupported(text: Any) -> Iterator[str]:
+    """State that a plain stack of full-attention layers does not have, in words."""
+    if getattr(text, "is_encoder_decoder", False):
+        yield "encoder-decoder models are not supported"
+    if getattr(text, "num_kv_shared_layers", None):
+        yield "layers that share another layer's KV are not supported yet"
+    kinds = getattr(text, "layer_types", None)
+    if kinds is not None:
+        for kind in sorted(set(kinds) - {"full_attention"}):
+            yield f"layers of type {kind} are not supported yet: full attention only"
+    elif getattr(text, "sliding_window", None) is not None:
+        yield "sliding-window attention is not supported yet: full attention only"
+    elif getattr(text, "attention_chunk_size", None) is not None:
+        yield "chunked attention is not supported yet: full attention only"
+    for telltale, words in TELLTALES.items():
+        if getattr(text, telltale, None) is not None and kinds is None:
+            yield f"{words} is not supported yet: full attention only"
+
+
+TELLTALES: Final = {
+    "index_topk": "a sparse-attention indexer",
+    "mamba_d_state": "Mamba state",
+    "ssm_state_size": "Mamba state",
+    "state_size": "Mamba state",
+    "linear_num_key_heads": "linear attention",
+    "compress_ratios": "compressed attention",
+}
+"""Attributes that give away a further kind of state where a config has no `layer_types`."""
+
+
+def _is_latent(text: Any) -> bool:
+    return getattr(text, "kv_lora_rank", None) is not None
+
+
+def _latent_shape(text: Any) -> dict[str, Any]:
+    return {key: getattr(text, key, None) for key in ModelConfig.LATENT}
+
+
+def _heads_shape(text: Any) -> dict[str, Any]:
+    num_heads = getattr(text, "num_attention_heads", None)
+    hidden_size = getattr(text, "hidden_size", None)
+    head_dim = getattr(text, "head_dim", None)
+    if head_dim is None and isinstance(num_heads, int) and isinstance(hidden_size, int):
+        head_dim = hidden_size // num_heads
+    value_dim = getattr(text, "v_head_dim", None)
+    return {
+        "num_kv_heads": getattr(text, "num_key_value_heads", None) or num_heads,
+        "head_dim": head_dim,
+        "v_head_dim": None if value_dim == head_dim else value_dim,
+    }
+
+
+def _dtype_name(dtype: Any) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")

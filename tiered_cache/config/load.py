@@ -1,0 +1,146 @@
+"""From file, environment and arguments to one frozen `Config`, or to all that is wrong in them."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import BaseModel, ValidationError
+
+from tiered_cache.config.document import Document
+from tiered_cache.config.marks import KeyPath, Mark, Marks
+from tiered_cache.config.problems import kind_of, problems_of
+from tiered_cache.config.schema import Config
+from tiered_cache.errors import ConfigError, ConfigProblem
+
+ENVIRONMENT_PREFIX: Final = "TIERED_CACHE_"
+ENVIRONMENT_SEPARATOR: Final = "__"
+
+
+def load_config(
+    source: str | os.PathLike[str] | Mapping[str, Any],
+    overrides: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Config:
+    """The settings of a YAML file (or a mapping), overridden by the environment, then by arguments.
+
+    Args:
+        source: a path, or the settings themselves.
+        overrides: nested like the file. Mappings merge; a section object (`ModelConfig`) replaces
+            the section.
+        environ: variables such as `TIERED_CACHE_DEVICE__SIZE=8GiB`, their values read as YAML;
+            default: `os.environ`.
+
+    Raises:
+        ConfigError: everything that is wrong, at once.
+    """
+    problems: list[ConfigProblem] = []
+    marks = Marks()
+    data: dict[str, Any] = {}
+    if isinstance(source, Mapping):
+        _merge(data, source, marks, Mark())
+    else:
+        data = _read(Path(source), marks, problems)
+    _merge_environment(data, os.environ if environ is None else environ, marks, problems)
+    _merge(data, overrides or {}, marks, Mark("argument"))
+    try:
+        config = Config.model_validate(data)
+    except ValidationError as error:
+        # What could not be read has been reported at its place; its lack of a value is no news.
+        places = {(p.key, p.file, p.line, p.column) for p in problems}
+        problems += [
+            p for p in problems_of(error, marks) if (p.key, p.file, p.line, p.column) not in places
+        ]
+        raise _config_error(problems) from None  # pydantic's text repeats values
+    if problems:
+        raise _config_error(problems)
+    config._marks = marks
+    return config
+
+
+def _config_error(problems: list[ConfigProblem]) -> ConfigError:
+    return ConfigError(sorted(problems, key=lambda p: (p.line or 0, p.column or 0)))
+
+
+def _merge(data: dict[str, Any], more: Mapping[str, Any], marks: Marks, mark: Mark) -> None:
+    """Lays `more` over `data`, noting `mark` as the place of all it brings."""
+
+    def lay(target: dict[str, Any], over: Mapping[str, Any], path: KeyPath) -> None:
+        for key, value in over.items():
+            here = (*path, str(key))
+            if isinstance(value, Mapping) and isinstance(target.get(key), dict):
+                lay(target[key], value, here)
+                continue
+            marks.drop(here)
+            marks.values[here] = mark
+            target[key] = _plain(value)
+
+    lay(data, more, ())
+
+
+def _plain(value: Any) -> Any:
+    """A copy of nested settings that later layers may write into."""
+    if isinstance(value, BaseModel):
+        return value.model_dump(exclude_unset=True)
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return value
+
+
+def _merge_environment(
+    data: dict[str, Any], environ: Mapping[str, str], marks: Marks, problems: list[ConfigProblem]
+) -> None:
+    for name in sorted(name for name in environ if name.startswith(ENVIRONMENT_PREFIX)):
+        keys = name.removeprefix(ENVIRONMENT_PREFIX).lower().split(ENVIRONMENT_SEPARATOR)
+        document = Document(f"${name}")
+        value = document.load(environ[name])
+        problems += [
+            ConfigProblem(p.message, ".".join(keys), p.file, suggestion=p.suggestion)
+            for p in document.problems
+        ]
+        nested: Any = value
+        for key in reversed(keys):
+            nested = {key: nested}
+        _merge(data, nested, marks, Mark(f"${name}"))
+
+
+def _read(path: Path, marks: Marks, problems: list[ConfigProblem]) -> dict[str, Any]:
+    """The settings of a file. One that cannot be read at all raises: there are no keys to judge."""
+    document = Document(os.fspath(path))
+    value: Any = None
+    try:
+        value = document.load(path.read_bytes().decode("utf-8-sig"))
+    except FileNotFoundError:
+        document.fail("there is no such file", suggestion=_nearby_file(path))
+    except IsADirectoryError:
+        document.fail("is a directory, not a file")
+    except OSError as error:
+        document.fail(f"cannot be read: {error.strerror}")
+    except UnicodeDecodeError:
+        document.fail("is not text in UTF-8")
+    if not document.problems and value is None:
+        document.fail("the file is empty", suggestion="write at least a `model:` section")
+    elif value is not None and not isinstance(value, dict):
+        document.fail(
+            f"the file holds {kind_of(value)}, not settings",
+            document.marks.nearest(()),
+            suggestion="write keys and values, such as `page_size: 16`",
+        )
+    problems += document.problems
+    if not isinstance(value, dict):
+        raise _config_error(problems)
+    marks.values.update(document.marks.values)
+    marks.keys.update(document.marks.keys)
+    return value
+
+
+def _nearby_file(path: Path) -> str | None:
+    try:
+        names = [entry.name for entry in path.parent.iterdir() if entry.suffix in (".yaml", ".yml")]
+    except OSError:
+        return None
+    close = difflib.get_close_matches(path.name, names, n=1)
+    return f"did you mean {path.parent / close[0]}?" if close else None

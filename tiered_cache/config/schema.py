@@ -1,0 +1,314 @@
+"""The settings: which keys there are, what they may be, what they mean.
+
+Owns: names, types, defaults, and the checks within a section. Refuses to know: files, environment.
+
+Pydantic gives up on a section's own checks when a single key is wrong. Here a section is checked as
+a whole in any case (`Section.cross_check`), so that one look shows everything.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, Self
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
+
+from tiered_cache.config.marks import Marks, parse_path
+from tiered_cache.errors import ConfigProblem
+
+Dtype = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8"]
+EvictionPolicyName = Literal["lru", "lfu", "fifo", "mru", "filo", "priority", "slru"]
+
+BUILT_IN_STRATEGIES: Final = ("plain",)
+known_strategies: Final[set[str]] = set(BUILT_IN_STRATEGIES)
+"""Names that `model.strategy` may take. The registry of strategies, a floor above, adds to them,
+so that a misspelt name is reported together with all other mistakes of a file.
+"""
+
+SIZE_UNITS: Final = {
+    "B": 1,
+    **{f"{prefix}B": 1000**power for power, prefix in enumerate("kMGT", start=1)},
+    **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", start=1)},
+}
+SIZE_HINT: Final = "write 8GiB, 8GB or a number of bytes"
+
+DTYPE_ALIASES: Final = {
+    "fp32": "float32",
+    "float": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+}
+
+
+class CrossProblem(NamedTuple):
+    """What is wrong between the settings of one section: the key to look at, why, what to do."""
+
+    key: str
+    message: str
+    suggestion: str | None = None
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, strict, and checked as a whole even when a key is wrong."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+
+    @classmethod
+    def cross_check(cls, given: Mapping[str, Any]) -> Iterator[CrossProblem]:
+        """What is wrong between settings, judged by which are given (not None)."""
+        yield from ()
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _all_at_once(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        if not isinstance(data, Mapping):
+            return handler(data)
+        given = {key: value for key, value in data.items() if value is not None}
+        errors = [
+            InitErrorDetails(
+                type=PydanticCustomError(
+                    "cross_check", "{message}", {"message": p.message, "suggestion": p.suggestion}
+                ),
+                loc=(p.key,),
+                input=None,
+            )
+            for p in cls.cross_check(given)
+        ]
+        try:
+            section = handler(data)
+        except ValidationError as error:
+            errors += map(_again, error.errors(include_url=False))
+        else:
+            if not errors:
+                return section
+        raise ValidationError.from_exception_data(cls.__name__, errors)
+
+
+def _again(details: ErrorDetails) -> InitErrorDetails:
+    """An error that has been reported, in the form in which it can be raised once more."""
+    return InitErrorDetails(
+        type=PydanticCustomError(
+            details["type"], "{message}", {"message": details["msg"], **details.get("ctx", {})}
+        ),
+        loc=details["loc"],
+        input=details["input"],
+    )
+
+
+def parse_size(value: object) -> object:
+    """`8GiB` or `1.5 GB` in bytes. What is not text is left for the schema to judge."""
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?i?B)\s*", value)
+    if match is None or match[2] not in SIZE_UNITS:
+        raise PydanticCustomError("size", "is not a size", {"suggestion": _size_hint(value)})
+    return int(float(match[1]) * SIZE_UNITS[match[2]])
+
+
+def _size_hint(text: str) -> str:
+    """What to write instead. A number with a unit nearly right holds no secret: it is mended."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgGtT])(i?)[bB]?\s*", text)
+    if match is None:
+        return SIZE_HINT
+    prefix = match[2].upper()
+    decimal = "k" if prefix == "K" else prefix
+    return f"write {match[1]}{prefix}iB or {match[1]}{decimal}B"
+
+
+SizeBytes = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
+Positive = Annotated[int, Field(ge=1)]
+PositiveTuple = Annotated[tuple[Positive, ...], Field(strict=False, min_length=1)]
+"""A YAML list; strict pydantic would want a Python tuple."""
+
+
+class ExtraPool(Section):
+    """State beside the model's own, kept for the same tokens: a draft model's KV, say.
+
+    `num_layers`: how many layers have it; they are numbered on after the model's own. Or `layers`:
+    their numbers. `row_shape`: elements of one row in one layer. `tokens_per_row`: above 1 for
+    compressed state; divides `page_size`.
+    """
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.]*$")]
+    num_layers: Positive | None = None
+    layers: (
+        Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False, min_length=1)] | None
+    ) = None
+    row_shape: PositiveTuple
+    dtype: Dtype
+    tokens_per_row: Positive = 1
+    sharding: Literal["per_rank", "replicated"] = "per_rank"
+
+    @classmethod
+    def cross_check(cls, given: Mapping[str, Any]) -> Iterator[CrossProblem]:
+        if ("num_layers" in given) == ("layers" in given):
+            both = "layers" in given
+            yield CrossProblem(
+                "layers" if both else "num_layers",
+                "says the same as num_layers" if both else "is required",
+                "keep one of num_layers and layers" if both else "write num_layers or layers",
+            )
+        layers = given.get("layers")
+        if isinstance(layers, Sequence) and len({str(n) for n in layers}) != len(layers):
+            yield CrossProblem("layers", "names a layer twice", "name each layer once")
+
+
+class ModelConfig(Section):
+    """What the cache must know of a model. Sizes are per rank: `num_kv_heads` is one rank's share.
+
+    Either the keys of multi-head or grouped-query attention (`num_kv_heads`, `head_dim`, and
+    `v_head_dim` where values have another size), or those of latent attention (`kv_lora_rank`,
+    `qk_rope_head_dim`).
+    """
+
+    dtype: Dtype
+    num_layers: Positive
+    strategy: str | None = None
+    """Which kind of state the model has; None: the first registered strategy that fits."""
+    id: str | None = None
+    revision: str | None = None
+    num_kv_heads: Positive | None = None
+    head_dim: Positive | None = None
+    v_head_dim: Positive | None = None
+    kv_lora_rank: Positive | None = None
+    qk_rope_head_dim: Positive | None = None
+    extra_pools: Annotated[tuple[ExtraPool, ...], Field(strict=False)] = ()
+
+    HEADS: ClassVar = ("num_kv_heads", "head_dim")
+    LATENT: ClassVar = ("kv_lora_rank", "qk_rope_head_dim")
+
+    @property
+    def is_latent(self) -> bool:
+        """Latent attention (MLA): one compressed vector per token instead of keys and values."""
+        return self.kv_lora_rank is not None
+
+    @field_validator("strategy")
+    @classmethod
+    def _strategy_is_known(cls, value: str | None) -> str | None:
+        if value is not None and value not in known_strategies:
+            raise PydanticCustomError(
+                "strategy",
+                "no such strategy",
+                {"suggestion": one_of(value, sorted(known_strategies))},
+            )
+        return value
+
+    @classmethod
+    def cross_check(cls, given: Mapping[str, Any]) -> Iterator[CrossProblem]:
+        heads = [key for key in (*cls.HEADS, "v_head_dim") if key in given]
+        latent = [key for key in cls.LATENT if key in given]
+        if latent and heads:
+            yield CrossProblem(
+                heads[0],
+                f"means nothing beside {latent[0]}",
+                "latent attention keeps one vector per token: take "
+                f"{', '.join(heads)} out (or, for heads, {', '.join(latent)})",
+            )
+        elif given.get("strategy", BUILT_IN_STRATEGIES[0]) in BUILT_IN_STRATEGIES:
+            needed = cls.LATENT if latent else cls.HEADS
+            for key in needed:
+                if key not in given:
+                    also = "" if latent or heads else f", or {' and '.join(cls.LATENT)} for MLA"
+                    yield CrossProblem(key, "is required", f"write {' and '.join(needed)}{also}")
+        names = [pool["name"] for pool in _mappings(given.get("extra_pools")) if "name" in pool]
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                yield CrossProblem("extra_pools", "two pools have the same name", "rename one")
+
+
+class DeviceConfig(Section):
+    """The first tier. Budget by bytes or by tokens; neither, when the caller brings tensors."""
+
+    type: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
+    size: SizeBytes | None = None
+    """Bytes for all pools together."""
+    tokens: Positive | None = None
+    eviction_policy: EvictionPolicyName = "lru"
+
+    @classmethod
+    def cross_check(cls, given: Mapping[str, Any]) -> Iterator[CrossProblem]:
+        if "size" in given and "tokens" in given:
+            yield CrossProblem("tokens", "says the same as size", "keep one of size and tokens")
+
+
+class Config(Section):
+    """All settings of a cache. Made by `load_config`; frozen."""
+
+    model: ModelConfig
+    page_size: Positive = 16
+    """Tokens per page."""
+    device: DeviceConfig = DeviceConfig()
+    mode: Literal["on", "off"] = "on"
+    """`off`: nothing matches and nothing is kept, for comparing with and without."""
+    run_threads: Positive = 1
+    """Threads that run the user's model."""
+    check: bool = False
+    """Prove on every step that no page is freed twice; costs about half of the tree's speed."""
+
+    _marks: Marks = PrivateAttr(default_factory=lambda: Marks())
+
+    @field_validator("mode", mode="before")
+    @classmethod
+    def _mode_is_a_yaml_boolean(cls, value: object) -> object:
+        # `on` and `off` without quotes are booleans in YAML 1.1.
+        return ("on" if value else "off") if isinstance(value, bool) else value
+
+    @classmethod
+    def cross_check(cls, given: Mapping[str, Any]) -> Iterator[CrossProblem]:
+        page_size = given.get("page_size", cls.model_fields["page_size"].default)
+        for pool in _mappings(_mapping(given.get("model")).get("extra_pools")):
+            per_row = pool.get("tokens_per_row", 1)
+            if _is_positive(page_size) and _is_positive(per_row) and page_size % per_row:
+                yield CrossProblem(
+                    "page_size",
+                    f"is not a multiple of an extra pool's tokens_per_row ({per_row})",
+                    f"write a multiple of {per_row}",
+                )
+
+    def problem(self, key: str, message: str, suggestion: str | None = None) -> ConfigProblem:
+        """A problem with the setting `key` ("device.size"), at the place where it was written."""
+        mark = self._marks.nearest(parse_path(key))
+        return ConfigProblem(message, key, mark.file, mark.line, mark.column, suggestion)
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    """A section as a mapping, as far as it is one: input that has not been validated yet."""
+    if isinstance(value, BaseModel):
+        return value.model_dump(exclude_unset=True)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _mappings(value: object) -> list[Mapping[str, Any]]:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        return []
+    return [_mapping(item) for item in value]
+
+
+def one_of(given: object, choices: Iterable[str]) -> str:
+    """What to write instead of something that is not among the choices."""
+    names = list(choices)
+    text = DTYPE_ALIASES.get(given, given).removeprefix("torch.") if isinstance(given, str) else ""
+    close = difflib.get_close_matches(text.lower(), names, n=1)
+    rest = f"one of {', '.join(names)}" if len(names) > 1 else names[0]
+    return f"did you mean {close[0]}? It is {rest}" if close else f"write {rest}"

@@ -1,0 +1,1 @@
+"""What a model needs, declared: which components, which pools. One file per kind of model."""

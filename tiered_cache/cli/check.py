@@ -30,7 +30,7 @@ def check_config(path: Path, console: Console) -> None:
 def warnings(config: Config, sizing: Sizing) -> Iterator[str]:
     """What is allowed but probably not meant."""
     if sizing.num_pages is None:
-        yield "device sets neither size nor tokens: open needs device_pools, which define the budget"
+        yield "device has no size and no tokens: open needs device_pools, which define them"
     elif min(sizing.num_pages.values()) < 2:
         yield "device holds a single page: a request longer than that cannot be admitted"
     tokens = config.device.tokens

@@ -1,4 +1,4 @@
-"""`tiered-cache plan`: what a configuration comes to in bytes, pages and tokens, without the memory.
+"""`tiered-cache plan`: what a configuration comes to in bytes and tokens, without the memory.
 
 The row is shown although there is no host tier yet: its layout is settled (design notes), and its
 padding is what a page size costs later.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rich import box
 from rich.table import Table
 
 from tiered_cache.build import Sizing, size_stack
@@ -46,37 +47,31 @@ def show_plan(path: Path, console: Console) -> None:
 
 def pools_table(sizing: Sizing) -> Table:
     """What each pool costs."""
-    table = Table(title="Pools", title_justify="left")
-    for heading in ("component", "pool", "layers", "row shape", "dtype", "ranks hold"):
-        table.add_column(heading)
-    for heading in ("bytes/token", "bytes/page"):
-        table.add_column(heading, justify="right")
+    table = _table("Pools", text=("pool", "row", "ranks hold"))
+    for heading in ("layers", "bytes/token", "bytes/page"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for pool in sizing.stack.pools:
         table.add_row(
-            pool.component,
-            pool.name,
+            f"{pool.component}/{pool.name}",
+            f"{'×'.join(map(str, pool.row_shape))} {pool.dtype}",
+            "the same" if pool.sharding == "replicated" else "a share",
             str(len(pool.layers)),
-            " × ".join(map(str, pool.row_shape)),
-            pool.dtype,
-            "the same" if pool.sharding == "replicated" else "their share",
             f"{pool.page_bytes / sizing.page_size:,.10g}",
             f"{pool.page_bytes:,}",
         )
     table.add_section()
     total = sum(pool.page_bytes for pool in sizing.stack.pools)
     table.add_row(
-        "all", "", "", "", "", "", f"{total / sizing.page_size:,.10g}", f"{total:,}", style="bold"
+        "all", "", "", "", f"{total / sizing.page_size:,.10g}", f"{total:,}", style="bold"
     )
     return table
 
 
 def tiers_table(config: Config, sizing: Sizing) -> Table:
     """What the budget buys."""
-    table = Table(title="Tiers", title_justify="left")
-    for heading in ("tier", "on", "component"):
-        table.add_column(heading)
+    table = _table("Tiers", text=("tier", "on", "component"))
     for heading in ("pages", "tokens", "size"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for component in sizing.stack.components:
         cells = ["as in", "device_pools", ""]
         if sizing.num_pages is not None:
@@ -89,10 +84,9 @@ def tiers_table(config: Config, sizing: Sizing) -> Table:
 
 def rows_table(sizing: Sizing) -> Table:
     """How a page will lie in a row of the host arena, which is an object in storage."""
-    table = Table(title="Rows (host and storage, not there yet)", title_justify="left")
-    table.add_column("component")
-    for heading in ("slices", "slice bytes", "header", "payload", "padding", "stride", "waste"):
-        table.add_column(heading, justify="right")
+    table = _table("Rows in bytes (of host and storage, which are not there yet)", text=("row of",))
+    for heading in ("slices", "slice", "header", "payload", "padding", "stride", "waste"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for component in sizing.stack.components:
         layout = row_layout(sizing.stack.pools_of(component.id))
         sizes = sorted({piece.num_bytes for piece in layout.slices})
@@ -106,6 +100,13 @@ def rows_table(sizing: Sizing) -> Table:
             f"{layout.stride:,}",
             f"{1 - layout.payload_bytes / layout.stride:.1%}",
         )
+    return table
+
+
+def _table(title: str, text: tuple[str, ...]) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in text:
+        table.add_column(heading, no_wrap=True)
     return table
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -132,10 +133,18 @@ def _size_hint(text: str) -> str:
     return f"write {match[1]}{prefix}iB or {match[1]}{decimal}B"
 
 
+def _not_empty(value: tuple[int, ...]) -> tuple[int, ...]:
+    if not value:
+        raise PydanticCustomError("empty", "must not be empty")
+    return value
+
+
 SizeBytes = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
 Positive = Annotated[int, Field(ge=1)]
-PositiveTuple = Annotated[tuple[Positive, ...], Field(strict=False, min_length=1)]
-"""A YAML list; strict pydantic would want a Python tuple."""
+NotNegative = Annotated[int, Field(ge=0)]
+# Not strict: a YAML list is no Python tuple. The items are strict all the same.
+Layers = Annotated[tuple[NotNegative, ...], Field(strict=False), AfterValidator(_not_empty)]
+Shape = Annotated[tuple[Positive, ...], Field(strict=False), AfterValidator(_not_empty)]
 
 
 class ExtraPool(Section):
@@ -148,10 +157,8 @@ class ExtraPool(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.]*$")]
     num_layers: Positive | None = None
-    layers: (
-        Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False, min_length=1)] | None
-    ) = None
-    row_shape: PositiveTuple
+    layers: Layers | None = None
+    row_shape: Shape
     dtype: Dtype
     tokens_per_row: Positive = 1
     sharding: Literal["per_rank", "replicated"] = "per_rank"
@@ -221,7 +228,7 @@ class ModelConfig(Section):
                 "latent attention keeps one vector per token: take "
                 f"{', '.join(heads)} out (or, for heads, {', '.join(latent)})",
             )
-        elif given.get("strategy", BUILT_IN_STRATEGIES[0]) in BUILT_IN_STRATEGIES:
+        elif given.get("strategy") not in sorted(known_strategies.difference(BUILT_IN_STRATEGIES)):
             needed = cls.LATENT if latent else cls.HEADS
             for key in needed:
                 if key not in given:

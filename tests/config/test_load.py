@@ -1,0 +1,421 @@
+"""Settings come from file, environment and arguments; all mistakes are named at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiered_cache.config import Config, ModelConfig, load_config
+from tiered_cache.errors import ConfigError, ConfigProblem
+
+MODEL = {"dtype": "float32", "num_layers": 2, "num_kv_heads": 1, "head_dim": 4}
+MODEL_YAML = "model: {dtype: float32, num_layers: 2, num_kv_heads: 1, head_dim: 4}\n"
+
+
+def load(source: Any, overrides: Any = None, environ: dict[str, str] | None = None) -> Config:
+    return load_config(source, overrides, environ or {})
+
+
+def problems(source: Any, environ: dict[str, str] | None = None) -> dict[str, ConfigProblem]:
+    with pytest.raises(ConfigError) as caught:
+        load(source, environ=environ)
+    return {problem.key: problem for problem in caught.value.problems}
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Any:
+    def write(text: str, name: str = "cache.yaml") -> Path:
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return write
+
+
+# --- Order --------------------------------------------------------------------------------------
+
+
+def test_what_is_not_written_has_a_default(write: Any) -> None:
+    """A file with the model only is a whole configuration."""
+    config = load(write(MODEL_YAML))
+    assert (config.page_size, config.mode, config.run_threads, config.check) == (16, "on", 1, False)
+    assert (config.device.type, config.device.eviction_policy) == ("cpu", "lru")
+    assert config.device.size is None
+    assert config.device.tokens is None
+
+
+def test_default_file_environment_argument_in_this_order(write: Any) -> None:
+    """Each layer overrides the one before it, key by key, and leaves the other keys alone."""
+    path = write(MODEL_YAML + "page_size: 32\ndevice: {tokens: 64, eviction_policy: lfu}\n")
+    environ = {"TIERED_CACHE_DEVICE__TOKENS": "128", "TIERED_CACHE_PAGE_SIZE": "8"}
+    config = load(path, {"page_size": 4}, environ)
+    assert (config.page_size, config.device.tokens) == (4, 128)
+    assert config.device.eviction_policy == "lfu"
+
+
+def test_environment_values_are_yaml() -> None:
+    """Booleans, sizes and nested lists can be given in a variable."""
+    pool = "[{name: draft, num_layers: 1, row_shape: [2], dtype: int8}]"
+    environ = {
+        "TIERED_CACHE_CHECK": "true",
+        "TIERED_CACHE_MODE": "off",
+        "TIERED_CACHE_DEVICE__SIZE": "1MiB",
+        "TIERED_CACHE_MODEL__EXTRA_POOLS": pool,
+        "UNRELATED": "x",
+    }
+    config = load({"model": MODEL}, environ=environ)
+    assert (config.check, config.mode, config.device.size) == (True, "off", 1 << 20)
+    assert config.model.extra_pools[0].row_shape == (2,)
+
+
+def test_a_section_object_replaces_its_section() -> None:
+    """A model filled from elsewhere does not inherit keys of the file's model."""
+    latent = {"dtype": "bfloat16", "num_layers": 3, "kv_lora_rank": 8, "qk_rope_head_dim": 4}
+    config = load({"model": latent}, {"model": ModelConfig(**MODEL)})
+    assert config.model == ModelConfig(**MODEL)
+
+
+def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an argument, the variables of the process count."""
+    monkeypatch.setenv("TIERED_CACHE_PAGE_SIZE", "64")
+    assert load_config({"model": MODEL}).page_size == 64
+
+
+def test_the_source_and_the_overrides_are_left_alone() -> None:
+    """Loading writes into neither of its arguments."""
+    source, overrides = {"model": dict(MODEL), "device": {"tokens": 64}}, {"device": {"tokens": 32}}
+    load(source, overrides, {"TIERED_CACHE_MODEL__HEAD_DIM": "8"})
+    assert source == {"model": MODEL, "device": {"tokens": 64}}
+    assert overrides == {"device": {"tokens": 32}}
+
+
+def test_equal_settings_are_equal_wherever_they_were_written(write: Any) -> None:
+    """A configuration is compared by what it says."""
+    assert load(write(MODEL_YAML)) == load({"model": MODEL})
+
+
+def test_a_configuration_is_frozen() -> None:
+    """Nobody changes settings after they have been read."""
+    with pytest.raises(ValueError, match="frozen"):
+        load({"model": MODEL}).page_size = 1
+
+
+# --- Mistakes -----------------------------------------------------------------------------------
+
+
+def test_every_mistake_is_reported_at_once_with_its_place(write: Any) -> None:
+    """One look shows all: unknown, duplicate, mistyped, negative, contradictory, misspelt."""
+    path = write(
+        "model: {strategy: plian, dtype: bf16, num_layers: -3, num_kv_heads: '3', hed_dim: 64}\n"
+        "page_size: 16\n"
+        "page_size: 32\n"
+        "device:\n"
+        "  type: gpu\n"
+        "  size: 8GB\n"
+        "  tokens: 44\n"
+        "  eviction_policy: lruu\n"
+        "mode: offf\n"
+        "run_threads: 0\n"
+        "check: 1\n"
+    )
+    found = problems(path)
+    places = {key: (problem.line, problem.column) for key, problem in found.items()}
+    assert places == {
+        "model.strategy": (1, 19),
+        "model.dtype": (1, 33),
+        "model.num_layers": (1, 51),
+        "model.num_kv_heads": (1, 69),
+        "model.hed_dim": (1, 74),
+        "model.head_dim": (1, 1),
+        "page_size": (3, 1),
+        "device.type": (5, 9),
+        "device.tokens": (7, 11),
+        "device.eviction_policy": (8, 20),
+        "mode": (9, 7),
+        "run_threads": (10, 14),
+        "check": (11, 8),
+    }
+    assert {problem.file for problem in found.values()} == {str(path)}
+    assert str(found["model.hed_dim"]) == (
+        f"{path}:1:74: model.hed_dim: unknown key (did you mean head_dim?)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "message", "suggestion"),
+    [
+        ("pagesize: 16", "pagesize", "unknown key", "did you mean page_size?"),
+        ("device: {page_size: 4}", "device.page_size", "unknown key", "belongs to the top level"),
+        ("tokens: 4096", "tokens", "unknown key", "belongs to device"),
+        ("wheels: 4", "wheels", "unknown key", "the keys here are model, page_size, device"),
+        ("host: {size: 4GiB}", "host", "unknown key", "there is no host tier yet"),
+        ("storage: {backend: file}", "storage", "unknown key", "there is no storage tier yet"),
+        ("page_size: -16", "page_size", "must be 1 or more", None),
+        ("page_size: 16.0", "page_size", "must be a whole number, not a number with", None),
+        ("page_size: true", "page_size", "must be a whole number, not true or false", None),
+        ("page_size:", "page_size", "must be a whole number, not nothing", None),
+        ("device: []", "device", "must be a section of keys and values, not a list", None),
+        ("device: {size: 8G}", "device.size", "is not a size", "write 8GiB or 8GB"),
+        ("device: {size: 64mb}", "device.size", "is not a size", "write 64MiB or 64MB"),
+        ("device: {size: lots}", "device.size", "is not a size", "write 8GiB, 8GB or a number"),
+        ("device: {size: -8GiB}", "device.size", "is not a size", "write 8GiB, 8GB or a number"),
+        ("device: {size: -8}", "device.size", "must be 1 or more", None),
+        ("device: {size: 1.5}", "device.size", "must be a whole number", "write 8GiB"),
+        ("device: {type: gpu}", "device.type", "no such device", "write cpu, cuda or"),
+        (
+            "device: {eviction_policy: LRU}",
+            "device.eviction_policy",
+            "no such",
+            "did you mean lru?",
+        ),
+        ("device: {eviction_policy: best}", "device.eviction_policy", "no such", "one of lru, lfu"),
+        ("mode: sometimes", "mode", "no such choice", "one of on, off"),
+    ],
+)
+def test_a_mistake_says_what_to_write_instead(
+    write: Any, text: str, key: str, message: str, suggestion: str | None
+) -> None:
+    """Message and suggestion, for each kind of mistake."""
+    found = problems(write(f"{MODEL_YAML}{text}\n"))
+    assert list(found) == [key]
+    assert message in found[key].message
+    assert found[key].line == 2
+    assert (suggestion or "") in (found[key].suggestion or "")
+    assert suggestion is None or found[key].suggestion is not None
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "message"),
+    [
+        ({"num_layers": None}, "model.num_layers", "must be a whole number, not nothing"),
+        ({"head_dim": None}, "model.head_dim", "is required"),
+        ({"kv_lora_rank": 8}, "model.num_kv_heads", "means nothing beside kv_lora_rank"),
+        ({"revision": 1}, "model.revision", "must be text, not a number"),
+        ({"dtype": "fp16"}, "model.dtype", "no such choice"),
+        ({"strategy": "swa"}, "model.strategy", "no such strategy"),
+        ({"extra_pools": {}}, "model.extra_pools", "must be a list, not a section"),
+        (
+            {"extra_pools": [{"name": "a b", "num_layers": 1, "row_shape": [1], "dtype": "int8"}]},
+            "model.extra_pools[0].name",
+            "is not a name",
+        ),
+        (
+            {"extra_pools": [{"name": "a", "num_layers": 1, "row_shape": [0], "dtype": "int8"}]},
+            "model.extra_pools[0].row_shape[0]",
+            "must be 1 or more",
+        ),
+        (
+            {"extra_pools": [{"name": "a", "num_layers": 1, "row_shape": [], "dtype": "int8"}]},
+            "model.extra_pools[0].row_shape",
+            "must not be empty",
+        ),
+        (
+            {"extra_pools": [{"name": "a", "row_shape": [1], "dtype": "int8"}]},
+            "model.extra_pools[0].num_layers",
+            "is required",
+        ),
+        (
+            {
+                "extra_pools": [
+                    {"name": "a", "num_layers": 1, "layers": [3], "row_shape": [1], "dtype": "int8"}
+                ]
+            },
+            "model.extra_pools[0].layers",
+            "says the same as num_layers",
+        ),
+        (
+            {"extra_pools": [{"name": "a", "layers": [3, 3], "row_shape": [1], "dtype": "int8"}]},
+            "model.extra_pools[0].layers",
+            "names a layer twice",
+        ),
+        (
+            {
+                "extra_pools": [
+                    {"name": "a", "num_layers": 1, "row_shape": [1], "dtype": "int8"},
+                    {"name": "a", "num_layers": 1, "row_shape": [1], "dtype": "int8"},
+                ]
+            },
+            "model.extra_pools",
+            "two pools have the same name",
+        ),
+    ],
+)
+def test_mistakes_in_the_model(change: dict[str, Any], key: str, message: str) -> None:
+    """The model section is as strict as the rest."""
+    found = problems({"model": {**MODEL, **change}})
+    assert list(found) == [key]
+    assert message in found[key].message
+
+
+def test_a_model_is_required_and_says_how_to_get_one() -> None:
+    """The hint names the way from a Hugging Face config."""
+    found = problems({"page_size": 16})
+    assert found["model"].message == "is required"
+    assert "model_from_hf" in (found["model"].suggestion or "")
+
+
+def test_a_compressed_pool_needs_a_page_size_that_it_divides() -> None:
+    """A page holds whole rows of every pool."""
+    pool = {"name": "c", "num_layers": 1, "row_shape": [1], "dtype": "int8", "tokens_per_row": 3}
+    found = problems({"model": {**MODEL, "extra_pools": [pool]}})
+    assert "multiple of 3" in (found["page_size"].suggestion or "")
+
+
+def test_a_section_is_checked_as_a_whole_when_a_key_is_wrong(write: Any) -> None:
+    """Neither kind of mistake hides the other."""
+    found = problems(write(f"{MODEL_YAML}device: {{size: -1, tokens: 5, typ: cpu}}\n"))
+    assert set(found) == {"device.size", "device.tokens", "device.typ"}
+
+
+# --- Files --------------------------------------------------------------------------------------
+
+
+def test_a_missing_file_says_so_and_offers_a_neighbour(write: Any) -> None:
+    """A misspelt name is met with the name that exists."""
+    path = write(MODEL_YAML, "device_only.yaml")
+    found = problems(path.with_name("device-only.yaml"))
+    assert found[""].message == "there is no such file"
+    assert found[""].suggestion == f"did you mean {path}?"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "the file is empty"),
+        ("# only a comment\n", "the file is empty"),
+        ("- a\n- b\n", "the file holds a list, not settings"),
+        ("hello\n", "the file holds text, not settings"),
+        ("model: {dtype: float32\n", "not valid YAML"),
+        ("model:\n\tdtype: float32\n", "not valid YAML"),
+        ("a: b: c\n", "mapping values are not allowed here"),
+        ("page_size: 16\n---\npage_size: 16\n", "a second document"),
+        ("page_size: 16\x00\n", "a character that is not allowed"),
+        ("a: &a [*a]\n", "without end"),
+        ("[" * 3000, "not valid"),
+    ],
+)
+def test_a_file_that_is_no_configuration(write: Any, text: str, message: str) -> None:
+    """What cannot be read as settings is one problem, at its place, not a list of missing keys."""
+    found = problems(write(text))
+    assert list(found) == [""]
+    assert message in found[""].message
+
+
+def test_a_syntax_error_has_line_and_column(write: Any) -> None:
+    """Where the parser gave up is where the user looks."""
+    problem = problems(write("page_size: 16\ndevice: {size: 1GiB\nmode: on\n"))[""]
+    assert (problem.line, problem.column) == (3, 5)
+
+
+def test_directories_and_bytes_are_named(tmp_path: Path) -> None:
+    """A path that is not a text file is a plain error, too."""
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    assert problems(tmp_path)[""].message == "is a directory, not a file"
+    assert problems(binary)[""].message == "is not text in UTF-8"
+
+
+def test_what_yaml_lets_pass_is_refused(write: Any) -> None:
+    """Duplicate keys, keys that are not text, merge keys and tags."""
+    text = f"{MODEL_YAML}device:\n  tokens: 1\n  tokens: 2\n1: x\n<<: {{a: 1}}\ncheck: !!set {{}}\n"
+    found = problems(write(text))
+    assert found["device.tokens"].message == "is written twice, first in line 3"
+    assert (found["device.tokens"].line, found["device.tokens"].column) == (4, 3)
+    with pytest.raises(ConfigError, match="a key must be text"):
+        load(write(text))
+    with pytest.raises(ConfigError, match="merge keys"):
+        load(write(text))
+
+
+def test_exponential_aliases_are_refused(write: Any) -> None:
+    """A file of a few lines cannot unfold to gigabytes."""
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 8)}]" for n in range(1, 12)]
+    assert "without end" in problems(write("\n".join(lines)))[""].message
+
+
+def test_plain_aliases_work(write: Any) -> None:
+    """An anchor may be used twice, and both places are known."""
+    model = "{dtype: float32, num_layers: 2, num_kv_heads: &n 2, head_dim: *n}"
+    assert load(write(f"model: {model}\n")).model.head_dim == 2
+
+
+# --- Secrets and the environment ----------------------------------------------------------------
+
+
+def test_values_are_never_repeated(write: Any) -> None:
+    """A value at the wrong place may be a password; messages name keys and types only."""
+    secret = "hunter2"
+    text = (
+        f"{MODEL_YAML}password: {secret}\n"
+        f"page_size: {secret}\n"
+        f"device: {{size: {secret}, type: {secret}, eviction_policy: {secret}}}\n"
+        f"check: {secret}\nmode: [{secret}]\n"
+    )
+    environ = {"TIERED_CACHE_TOKEN": secret, "TIERED_CACHE_RUN_THREADS": f"!{secret} x"}
+    for source in (
+        write(text),
+        write(f"password: *{secret}\n"),
+        write(f"page_size: !{secret} 1\n"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            load(source, environ=environ)
+        assert secret not in str(caught.value)
+        assert caught.value.__suppress_context__ or caught.value.__context__ is None
+
+
+def test_mistakes_in_the_environment_name_the_variable() -> None:
+    """The place of such a setting is its variable."""
+    environ = {
+        "TIERED_CACHE_DEVICE__SZIE": "8GiB",
+        "TIERED_CACHE_PAGE_SIZE": "sixteen",
+        "TIERED_CACHE_RUN_THREADS": "[1",
+    }
+    found = problems({"model": MODEL}, environ)
+    assert str(found["device.szie"]) == (
+        "$TIERED_CACHE_DEVICE__SZIE: device.szie: unknown key (did you mean size?)"
+    )
+    assert found["page_size"].file == "$TIERED_CACHE_PAGE_SIZE"
+    assert found["run_threads"].message.startswith("not valid YAML")
+
+
+def test_mistakes_in_arguments_say_argument() -> None:
+    """An override has no file, and does not borrow the line of what it replaced."""
+    with pytest.raises(ConfigError, match=r"^argument: page_size: must be 1 or more$"):
+        load({"model": MODEL, "page_size": 16}, {"page_size": 0})
+
+
+# --- Details of single options ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("written", "num_bytes"),
+    [
+        ("8GiB", 8 << 30),
+        ("8GB", 8_000_000_000),
+        ("1.5 KiB", 1536),
+        ("2kB", 2000),
+        ("3MB", 3_000_000),
+        ("4TiB", 4 << 40),
+        ("77B", 77),
+        (1234, 1234),
+    ],
+)
+def test_sizes(written: str | int, num_bytes: int) -> None:
+    """Binary and decimal units are told apart, and a plain number is bytes."""
+    assert load({"model": MODEL, "device": {"size": written}}).device.size == num_bytes
+
+
+@pytest.mark.parametrize(("written", "mode"), [("on", "on"), ("off", "off"), ("'off'", "off")])
+def test_mode_may_be_written_without_quotes(write: Any, written: str, mode: str) -> None:
+    """YAML 1.1 reads `on` and `off` as booleans; here they are the words."""
+    assert load(write(f"{MODEL_YAML}mode: {written}\n")).mode == mode
+
+
+def test_a_problem_found_later_still_has_its_place(write: Any) -> None:
+    """`Config.problem` remembers where a setting was written, or the section around it."""
+    config = load(write(f"{MODEL_YAML}device:\n  size: 1KiB\n"))
+    assert config.problem("device.size", "x").line == 3
+    assert config.problem("device.tokens", "x").line == 2

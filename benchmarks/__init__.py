@@ -1,0 +1,1 @@
+"""Benchmarks of tiered-cache: `python -m benchmarks` (see README.md beside this file)."""

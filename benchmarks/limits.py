@@ -1,0 +1,75 @@
+"""What the figures are held against, as data. Nothing here measures.
+
+Times are in `c` with key construction included, medians of the runs' medians, so that the limits
+mean the same on any machine. `python -m benchmarks --strict` fails when one is missed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from benchmarks.measure import Row
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A bound on one figure of the rows that it names (`page_size` None: at every page size)."""
+
+    bench: str
+    line: str
+    figure: str
+    bound: float
+    page_size: int | None = None
+    at_least: bool = False
+
+    def applies_to(self, row: Row) -> bool:
+        return (
+            (row.bench, row.line) == (self.bench, self.line)
+            and self.page_size in (None, row.page_size)
+            and not math.isnan(row.figures.get(self.figure, math.nan))
+        )
+
+    def holds_for(self, row: Row) -> bool:
+        value = row.figures[self.figure]
+        if self.figure.endswith("_rate"):
+            value = round(value, 4)  # as the bounds are given
+        return value >= self.bound if self.at_least else value <= self.bound
+
+    def __str__(self) -> str:
+        return f"{self.figure} {'≥' if self.at_least else '≤'} {self.bound:g}"
+
+
+LIMITS: Final = (
+    Limit("tree", "a: request", "median_c", 32, page_size=1),
+    Limit("tree", "a: request", "median_c", 28, page_size=16),
+    Limit("tree", "a: request", "median_c", 28, page_size=64),
+    Limit("tree", "b: match and ids", "median_c", 100),
+    Limit("tree", "c: match", "median_c", 3),
+    Limit("tree", "c: insert", "median_c", 6),
+    Limit("tree", "d: request, evicting", "median_c", 21),
+    Limit("tree", "a: request", "hit_rate", 0.9998, at_least=True),
+    Limit("tree", "b: match and ids", "hit_rate", 0.9922, at_least=True),
+    Limit("tree", "c: match", "hit_rate", 1.0, at_least=True),
+    Limit("tree", "d: request, evicting", "hit_rate", 0.3495, at_least=True),
+    Limit("lease", "a: lease", "tree_x", 2),
+    Limit("lease", "d: lease, evicting", "tree_x", 2),
+    *(
+        Limit("scaling", f"{leaves:,} leaves{locked}", figure, bound)
+        for leaves, bound in ((10_000, 3), (100_000, 3), (1_000_000, 5))
+        for locked in ("", ", 90 % locked")
+        for figure in ("match_x", "insert_x", "evict_x")
+    ),
+    *(
+        Limit("worst call", f"100,000 leaves, {policy}", "worst_ms", 5)
+        for policy in ("lru", "lfu", "fifo", "mru", "filo", "priority", "slru")
+    ),
+    Limit("trace", "10,000 blocks", "hit_rate", 0.207, at_least=True),
+    Limit("trace", "50,000 blocks", "hit_rate", 0.354, at_least=True),
+)
+
+
+def limits_for(row: Row) -> list[Limit]:
+    return [limit for limit in LIMITS if limit.applies_to(row)]

@@ -1,0 +1,67 @@
+"""What the transformers tests share: tiny models, a cache that fits, and the never-serialised
+reference."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+
+from tiered_cache import load_config
+from tiered_cache.integrations.transformers import model_from_hf
+
+if TYPE_CHECKING:
+    from tiered_cache.config import Config
+
+PAGE_SIZE = 16
+
+
+def settings(model: Any, tokens: int = 1024, **more: Any) -> Config:
+    """A configuration whose pools fit the model."""
+    return load_config(
+        {"page_size": PAGE_SIZE, "device": {"tokens": tokens}, "check": True, **more},
+        {"model": model_from_hf(model.config, dtype=model.dtype)},
+    )
+
+
+def poison(pools: Any) -> None:
+    """NaN everywhere: whatever is read without having been written shows."""
+    for spec in pools.specs:
+        for layer in spec.layers:
+            pools.layer(spec.name, layer).fill_(float("nan"))
+
+
+def random_tokens(count: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(2, 256, count).tolist()
+
+
+class NeverSerialised:
+    """The same model with a transformers cache of its own, which never goes through any pool."""
+
+    def __init__(self, model: Any, cache: Any = None) -> None:
+        self.model = model
+        self.cache = DynamicCache(config=model.config) if cache is None else cache
+
+    @torch.inference_mode()
+    def forward(self, tokens: Any, start: int) -> torch.Tensor:
+        """Logits after the last of `tokens`, which stand at positions from `start` on."""
+        assert self.cache.get_seq_length() == start
+        tokens = torch.as_tensor(np.asarray(tokens, dtype=np.int64))
+        output = self.model(
+            input_ids=tokens[None],
+            position_ids=torch.arange(start, start + len(tokens))[None],
+            cache=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return output.logits[0, -1].float()
+
+    @torch.inference_mode()
+    def branch(self, length: int) -> NeverSerialised:
+        """Another one that goes on from the first `length` tokens."""
+        cache = copy.deepcopy(self.cache)
+        cache.crop(length - cache.get_seq_length())
+        return NeverSerialised(self.model, cache)

@@ -1,0 +1,250 @@
+"""The demo's serving loop: chats as tasks over one cache, measured, their answers compared.
+
+Owns: what a chat does, when moments are taken, what counts as the same answer. Refuses to know:
+how it is shown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+
+import torch
+from tiered_cache.cache import UnifiedRadixCache
+
+from tiered_cache.cli._demo_chats import HANDBOOK, question
+from tiered_cache.integrations.transformers import TransformersRunner, generate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tiered_cache.lease import Chunk
+
+    from tiered_cache.config import Config
+    from tiered_cache.testing.models import ChatModel
+
+NEAR_TIE: Final = 1e-3
+"""Two tokens whose logits differ by less are equally right: the order of float32 sums decides."""
+
+GRANT: Final = (
+    "The model's grant: the moment when a request's first run starts in the model's thread. From "
+    "there to its first token a request has the model to itself, with and without the cache, so "
+    "time from the grant has no waiting for others in it; time from arrival has."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DemoSize:
+    """How much is said: `chats` at once, each with `turns` questions, `new_tokens` per answer."""
+
+    chats: int
+    turns: int
+    new_tokens: int
+    chunk_tokens: int = 512
+
+    @property
+    def num_requests(self) -> int:
+        return self.chats * self.turns
+
+
+@dataclass(slots=True)
+class Request:
+    """One question and its answer. Moments are in seconds of `time.perf_counter`."""
+
+    chat: int
+    turn: int
+    prompt_len: int
+    arrived: float
+    granted: float = 0.0
+    first_token: float = 0.0
+    num_computed: int = 0
+    """Prompt tokens that the model computed; the others came from the device tier."""
+    answer: list[int] = field(default_factory=list)
+
+    @property
+    def num_from_device(self) -> int:
+        return self.prompt_len - self.num_computed
+
+    @property
+    def ttft_from_arrival_s(self) -> float:
+        return self.first_token - self.arrived
+
+    @property
+    def ttft_from_grant_s(self) -> float:
+        return self.first_token - self.granted
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """All requests of one run through all chats, by chat and turn."""
+
+    requests: dict[tuple[int, int], Request]
+    wall_s: float
+
+
+async def run_phase(
+    config: Config,
+    chat_model: ChatModel,
+    size: DemoSize,
+    judge: Judge,
+    on_tokens: Callable[[int], None],
+) -> Phase:
+    """Opens a cache, lets all chats talk at once, and closes it.
+
+    `on_tokens(n)` is told about progress: it adds up to `num_requests × new_tokens`.
+    """
+    requests: dict[tuple[int, int], Request] = {}
+    async with UnifiedRadixCache.open(config) as cache:
+        runner = TransformersRunner(chat_model.model, cache.pools)
+        scheduler = (
+            asyncio.Lock()
+        )  # first come, first served: a prompt in one go, then token by token
+        started = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for chat in range(size.chats):
+                talk = _Talk(cache, runner, scheduler, chat_model, size, judge, on_tokens)
+                group.create_task(talk.run(chat, requests))
+        wall_s = time.perf_counter() - started
+    return Phase(dict(sorted(requests.items())), wall_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Talk:
+    """What the chats of a phase share."""
+
+    cache: UnifiedRadixCache
+    runner: TransformersRunner
+    scheduler: asyncio.Lock
+    chat_model: ChatModel
+    size: DemoSize
+    judge: Judge
+    on_tokens: Callable[[int], None]
+
+    async def run(self, chat: int, requests: dict[tuple[int, int], Request]) -> None:
+        """One chat: each prompt is all that was said before, as tokens, and a new question."""
+        model = self.chat_model
+        history = model.message("system", HANDBOOK)
+        for turn in range(self.size.turns):
+            history += model.message("user", question(chat, turn)) + model.reply_start()
+            request = Request(chat, turn, len(history), arrived=time.perf_counter())
+            requests[chat, turn] = request
+            await self._answer(request, history)
+            history += request.answer + model.message_end()
+
+    async def _answer(self, request: Request, prompt: list[int]) -> None:
+        def on_grant(moment: float) -> None:
+            request.granted = moment
+
+        def on_first_token(moment: float) -> None:
+            request.first_token = moment
+
+        def on_chunk(chunk: Chunk) -> None:
+            request.num_computed += max(0, min(chunk.stop, len(prompt)) - chunk.start)
+
+        stream = generate(
+            self.cache,
+            self.runner,
+            prompt,
+            self.size.new_tokens,
+            chunk_tokens=self.size.chunk_tokens,
+            eos=self.chat_model.eos,
+            sample=self.judge.chooser(request.chat, request.turn),
+            turn=self.scheduler,
+            on_grant=on_grant,
+            on_first_token=on_first_token,
+            on_chunk=on_chunk,
+        )
+        async with aclosing(stream) as tokens:
+            async for token in tokens:
+                request.answer.append(token)
+                self.on_tokens(1)
+        self.on_tokens(self.size.new_tokens - len(request.answer))
+
+
+# --- Comparing answers ----------------------------------------------------------------------------
+
+
+class Choice(NamedTuple):
+    """A token and by how much its logit leads the second best."""
+
+    token: int
+    margin: float
+
+
+class Judge(Protocol):
+    """Chooses tokens greedily, and remembers or compares what was chosen."""
+
+    def chooser(self, chat: int, turn: int) -> Callable[[torch.Tensor], int]:
+        """The `sample` function of one answer."""
+
+
+class Reference:
+    """The run without cache: remembers each choice and its margin."""
+
+    def __init__(self) -> None:
+        self.choices: dict[tuple[int, int], list[Choice]] = {}
+
+    def chooser(self, chat: int, turn: int) -> Callable[[torch.Tensor], int]:
+        choices = self.choices[chat, turn] = []
+
+        def choose(logits: torch.Tensor) -> int:
+            best = torch.topk(logits, 2)
+            choice = Choice(int(best.indices[0]), float(best.values[0] - best.values[1]))
+            choices.append(choice)
+            return choice.token
+
+        return choose
+
+
+class Difference(NamedTuple):
+    """A token of the run with cache that is not the reference's."""
+
+    chat: int
+    turn: int
+    position: int
+    expected: Choice
+    found: int
+
+
+class Comparison:
+    """The run with cache: compares each token with the reference's.
+
+    After a near-tie the reference's token is taken, so that the rest of the chat stays comparable.
+    After a real difference nothing more of that chat can be compared: it says other things now.
+    """
+
+    def __init__(self, reference: Reference) -> None:
+        self._reference = reference
+        self.num_compared = 0
+        self.near_ties: list[Difference] = []
+        self.differences: list[Difference] = []
+
+    @property
+    def same(self) -> bool:
+        """No difference, and near-ties in at most 1 % of the tokens (a single one always
+        passes)."""
+        return not self.differences and len(self.near_ties) <= max(1, self.num_compared // 100)
+
+    def chooser(self, chat: int, turn: int) -> Callable[[torch.Tensor], int]:
+        expected = iter(self._reference.choices[chat, turn])
+
+        def choose(logits: torch.Tensor) -> int:
+            token = int(logits.argmax())
+            if any(difference.chat == chat for difference in self.differences):
+                return token
+            position, choice = next(positions), next(expected)
+            self.num_compared += 1
+            if token == choice.token:
+                return token
+            difference = Difference(chat, turn, position, choice, token)
+            if choice.margin < NEAR_TIE:
+                self.near_ties.append(difference)
+                return choice.token
+            self.differences.append(difference)
+            return token
+
+        positions = iter(range(len(self._reference.choices[chat, turn])))
+        return choose

@@ -145,6 +145,10 @@ def _stack_problems(config: Config, stack: StackPlan) -> Iterator[ConfigProblem]
     names = [pool.name for pool in stack.pools]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield config.problem("model.extra_pools", f"there are two pools {name!r}", "rename one")
+    if not stack.components:
+        yield config.problem(
+            "model.strategy", "the strategy says that the model needs no component"
+        )
     for component in stack.components:
         if component.kind not in COMPONENT_KINDS:
             yield config.problem(

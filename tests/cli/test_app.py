@@ -1,0 +1,124 @@
+"""The command prints what it is asked for; what the user can mend ends with 2, not a traceback."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiered_cache.cli import app
+
+MODEL = "model: {dtype: bfloat16, num_layers: 2, num_kv_heads: 3, head_dim: 64, id: some/model}\n"
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs the console script's entry point; (exit code, standard output, standard error)."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["tiered-cache", *map(str, arguments)])
+        with pytest.raises(SystemExit) as caught:
+            app.main()
+        printed = capsys.readouterr()
+        return int(caught.value.code or 0), printed.out, printed.err
+
+    return run
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Any:
+    def write(text: str) -> Path:
+        path = tmp_path / "cache.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_check_says_fine(run: Any, write: Any) -> None:
+    """A good file is one line."""
+    path = write(f"{MODEL}device: {{tokens: 1024}}\n")
+    assert run("check", path) == (0, f"{path}: fine\n", "")
+
+
+def test_check_warns_of_what_is_allowed_but_odd(run: Any, write: Any) -> None:
+    """A warning is no error: the exit code stays 0."""
+    code, out, _ = run("check", write(f"{MODEL}device: {{tokens: 31}}\nmode: off\ncheck: true\n"))
+    assert code == 0
+    assert "a single page" in out
+    assert "16 tokens are used" in out
+    assert "mode is off" in out
+    assert "check is on" in out
+    _, out, _ = run("check", write(MODEL))
+    assert "open needs device_pools" in out
+
+
+@pytest.mark.parametrize("command", ["check", "plan"])
+def test_a_bad_file_is_explained_on_standard_error(run: Any, write: Any, command: str) -> None:
+    """All problems, one a line, with their places; brackets and all; exit code 2."""
+    path = write(f"{MODEL}page_size: [1]\ndevice: {{size: 8GG}}\nrun_thread: 1\n")
+    code, out, err = run(command, path)
+    assert (code, out) == (2, "")
+    assert err.splitlines() == [
+        f"{path}:2:12: page_size: must be a whole number, not a list",
+        f"{path}:3:16: device.size: is not a size (write 8GiB, 8GB or a number of bytes)",
+        f"{path}:4:1: run_thread: unknown key (did you mean run_threads?)",
+    ]
+    assert "Traceback" not in err
+
+
+def test_a_budget_that_is_too_small_is_explained_too(run: Any, write: Any) -> None:
+    """What shows only after the model is known ends the same way."""
+    code, _, err = run("check", write(f"{MODEL}device: {{size: 1kB}}\n"))
+    assert code == 2
+    assert "cache.yaml:2:16: device.size: is too small for one page" in err
+
+
+def test_a_missing_file_is_explained(run: Any, tmp_path: Path) -> None:
+    """No stack of calls for a typing mistake."""
+    code, _, err = run("check", tmp_path / "none.yaml")
+    assert (code, err) == (2, f"{tmp_path / 'none.yaml'}: there is no such file\n")
+
+
+def test_plan_shows_pools_tiers_and_rows(run: Any, write: Any) -> None:
+    """The numbers of a small model, by hand."""
+    path = write(f"{MODEL}device: {{tokens: 1024}}\n")
+    code, out, err = run("plan", path)
+    assert (code, err) == (0, "")
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "some/model: 2 layers, bfloat16, pages of 16 tokens. All sizes are per rank." in lines
+    assert "full/k 3×64 bfloat16 a share 2 768 12,288" in lines
+    assert "all 1,536 24,576" in lines
+    assert "device cpu full 64 1,024 1.5 MiB" in lines
+    assert "full 4 6,144 512 24,576 3,584 28,672 14.3%" in lines
+
+
+def test_plan_fits_into_eighty_columns(run: Any) -> None:
+    """Nothing is cut: the numbers are the point."""
+    for path in sorted((Path(__file__).parents[2] / "configs").glob("*.yaml")):
+        _, out, _ = run("plan", path)
+        assert "…" not in out
+        assert max(len(line.rstrip()) for line in out.splitlines()) <= 80
+
+
+def test_plan_of_a_pool_in_parts_of_a_byte_per_token(run: Any, write: Any) -> None:
+    """Compressed state can come to less than a byte for a token."""
+    extra = "{name: c, num_layers: 1, row_shape: [2], dtype: uint8, tokens_per_row: 4}"
+    path = write(MODEL.replace("}", f", extra_pools: [{extra}]}}", 1))
+    _, out, _ = run("plan", path)
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "full/c 2 uint8 a share 1 0.5 8" in lines
+    assert "device cpu full as in device_pools" in lines
+
+
+def test_the_other_commands_do_not_import_the_demos_packages() -> None:
+    """`check` answers at once, and where the extra is not installed."""
+    script = (
+        "import sys, tiered_cache.cli.app; "
+        "assert not {'transformers', 'matplotlib', 'gguf'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -1,0 +1,235 @@
+"""Settings become parts: a budget becomes pages, names become objects, mistakes name their line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from tiered_cache.build import build, size_stack
+from tiered_cache.config import Config, ModelConfig, load_config
+from tiered_cache.config.schema import EvictionPolicyName
+from tiered_cache.errors import ConfigError, IntegrityError
+from tiered_cache.observe import Observer
+from tiered_cache.pools.spec import PoolSpec
+from tiered_cache.strategies.base import ComponentSpec, StackPlan
+from tiered_cache.strategies.registry import register_stack_strategy
+from tiered_cache.tree.policies import RANKS
+from tiered_cache.types import ComponentId
+
+MODEL = {"dtype": "float32", "num_layers": 2, "num_kv_heads": 1, "head_dim": 4}
+PAGE_BYTES = 2 * 2 * 4 * 4 * 16  # k and v, layers, elements, bytes, tokens
+
+
+def config(**sections: Any) -> Config:
+    return load_config({"model": MODEL, "device": {"tokens": 64}, **sections}, environ={})
+
+
+def refusal(given: Config, **options: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        build(given, **options)
+    return str(caught.value)
+
+
+# --- Budget -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("device", "page_size", "num_pages"),
+    [
+        ({"tokens": 64}, 16, 4),
+        ({"tokens": 79}, 16, 4),
+        ({"tokens": 64}, 1, 64),
+        ({"size": PAGE_BYTES}, 16, 1),
+        ({"size": 3 * PAGE_BYTES - 1}, 16, 2),
+        ({"size": "10KiB"}, 16, 10),
+        ({"size": "10kB"}, 16, 9),
+    ],
+)
+def test_a_budget_becomes_whole_pages(
+    device: dict[str, Any], page_size: int, num_pages: int
+) -> None:
+    """By tokens or by bytes, all pools counted; never more than was allowed."""
+    parts = build(config(device=device, page_size=page_size))
+    assert parts.pools.num_pages == {"full": num_pages}
+    assert [allocator.capacity for allocator in parts.allocators] == [num_pages]
+    assert parts.pools.layer("k", 0).shape[0] == num_pages * page_size
+    assert parts.tree.page_size == parts.page_size == page_size
+
+
+def test_extra_pools_are_inside_the_budget() -> None:
+    """They make a page larger, so the same bytes hold fewer."""
+    extra = {"name": "draft", "num_layers": 1, "row_shape": [16], "dtype": "float32"}
+    given = config(model={**MODEL, "extra_pools": [extra]}, device={"size": 4 * PAGE_BYTES})
+    assert size_stack(given).num_pages == {"full": 2}
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        (
+            "size: 1023",
+            r"yaml:3:9: device\.size: is too small for one page \(one page of 16 tokens",
+        ),
+        ("tokens: 15", r"yaml:3:11: device\.tokens: is too small for one page \(write at least"),
+        ("tokens: 99999999999", r"yaml:3:11: device\.tokens: is too large"),
+    ],
+)
+def test_a_budget_that_no_pool_can_have_names_its_line(
+    tmp_path: Path, device: str, message: str
+) -> None:
+    """The mistake shows only when the model is known; its place is known all the same."""
+    path = tmp_path / "cache.yaml"
+    model = "{dtype: float32, num_layers: 2, num_kv_heads: 1, head_dim: 4}"
+    path.write_text(f"model: {model}\ndevice:\n  {device}\n")
+    with pytest.raises(ConfigError, match=message):
+        build(load_config(path, environ={}))
+
+
+def test_no_budget_and_no_tensors_is_an_error_of_open_only() -> None:
+    """Such a file is fine to check and plan."""
+    given = config(device={})
+    assert size_stack(given).num_pages is None
+    assert "device: has no budget (write size: 8GiB or tokens: 65536" in refusal(given)
+
+
+def test_a_machine_without_the_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own words for it are a RuntimeError far from the setting."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(torch, "zeros", refuse)
+    assert "device.tokens: the machine refused 4,096 bytes on cpu" in refusal(config())
+
+
+# --- The user's tensors -----------------------------------------------------------------------
+
+
+def own_tensors(num_pages: int) -> dict[str, list[torch.Tensor]]:
+    return {name: [torch.zeros(num_pages * 16, 1, 4) for _ in range(2)] for name in "kv"}
+
+
+def test_the_users_tensors_define_the_budget() -> None:
+    """Pools, allocator and tree follow them."""
+    tensors = own_tensors(5)
+    parts = build(config(device={}), device_pools=tensors)
+    assert parts.allocators[0].capacity == 5
+    assert parts.pools.layer("k", 0).data_ptr() == tensors["k"][0].data_ptr()
+
+
+def test_a_budget_beside_tensors_is_refused() -> None:
+    """An option that would be ignored is an error."""
+    text = refusal(config(), device_pools=own_tensors(5))
+    assert "device.tokens: contradicts device_pools" in text
+
+
+# --- Choices ----------------------------------------------------------------------------------
+
+
+def test_the_schema_offers_exactly_the_trees_policies() -> None:
+    """Two floors that may not import each other agree on the names."""
+    assert set(get_args(EvictionPolicyName)) == set(RANKS)
+
+
+@pytest.mark.parametrize("policy", get_args(EvictionPolicyName))
+def test_the_policy_reaches_the_tree(policy: str) -> None:
+    """The leaves of the device are ordered by what the file says."""
+    parts = build(config(device={"tokens": 64, "eviction_policy": policy}))
+    assert parts.tree.leaves.device.name == policy
+
+
+def test_check_turns_double_frees_into_errors() -> None:
+    """On, a page freed twice is found at once; off, nothing is recorded."""
+    allocator = build(config(check=True)).allocators[0]
+    ids = allocator.allocate(1)
+    assert ids is not None
+    allocator.free(ids)
+    with pytest.raises(IntegrityError):
+        allocator.free(ids)
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    """The number of devices is said."""
+    if torch.cuda.is_available():
+        assert "CUDA devices" in refusal(config(device={"tokens": 64, "type": "cuda:99"}))
+    else:
+        text = refusal(config(device={"tokens": 64, "type": "cuda"}))
+        assert text == "device.type: this machine has no CUDA device (write cpu)"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_pools_on_a_gpu() -> None:
+    """`device.type` says where the tensors live."""
+    parts = build(config(device={"tokens": 64, "type": "cuda"}))
+    assert parts.pools.layer("v", 1).is_cuda
+
+
+def test_observers_reach_the_tree() -> None:
+    """Whoever opens a cache may watch it."""
+
+    class Silent(Observer):
+        def on_event(self, event: Any) -> None: ...
+
+    assert build(config(), observers=[Silent()]).tree.observers
+
+
+# --- Strategies that are wrong ----------------------------------------------------------------
+
+
+class Wrong:
+    """A user's strategy that returns what it is told to."""
+
+    name = "wrong"
+
+    def __init__(self) -> None:
+        self.result = StackPlan((), ())
+
+    def matches(self, model: ModelConfig) -> bool:
+        return False
+
+    def plan(self, model: ModelConfig, page_size: int) -> StackPlan:
+        return self.result
+
+
+@pytest.fixture
+def wrong() -> Iterator[Wrong]:
+    strategy = Wrong()
+    unregister = register_stack_strategy(strategy)
+    yield strategy
+    unregister()
+
+
+FULL, OTHER = ComponentId("full"), ComponentId("other")
+POOL = PoolSpec("k", FULL, (0,), (4,), "float32", 16)
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (StackPlan((), ()), "needs no component"),
+        (StackPlan((ComponentSpec(FULL, "odd"),), (POOL,)), "unknown kind, 'odd'"),
+        (StackPlan((ComponentSpec(FULL, "full"),) * 2, (POOL,)), "two components have the id"),
+        (StackPlan((ComponentSpec(OTHER, "full"),), (POOL,)), "component 'other' has no pool"),
+        (StackPlan((ComponentSpec(OTHER, "full"),), (POOL,)), "pool 'k' names no component"),
+        (StackPlan((ComponentSpec(FULL, "full"),), (POOL, POOL)), "there are two pools 'k'"),
+    ],
+)
+def test_a_strategy_that_contradicts_itself_is_refused(
+    wrong: Wrong, plan: StackPlan, words: str
+) -> None:
+    """Third-party declarations are checked before anything is made of them."""
+    wrong.result = plan
+    assert words in refusal(config(model={**MODEL, "strategy": "wrong"}))
+
+
+def test_an_extra_pool_may_not_take_a_models_name() -> None:
+    """`k` and `v` are taken."""
+    extra = {"name": "k", "num_layers": 1, "row_shape": [4], "dtype": "float32"}
+    assert "there are two pools 'k' (rename one)" in refusal(
+        config(model={**MODEL, "extra_pools": [extra]})
+    )

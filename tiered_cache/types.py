@@ -19,6 +19,7 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from tiered_cache.keys import RadixKey
     from tiered_cache.tree.node import Node
+    from tiered_cache.tree.radix import RadixTree
 
 PageIds = npt.NDArray[np.int32]
 ComponentId = NewType("ComponentId", str)
@@ -71,23 +72,40 @@ class MatchPrefixParams:
 class MatchResult:
     """The longest reusable prefix per tier (semantics §3.5). Holds nothing: lock a boundary to keep it.
 
-    `pages`: per component, the device page ids of `[0, device_length)`, int32, one per page (−1: none).
-    `full_hit_length`: tokens walked, whatever the other components say.
+    `device_length`: tokens on the device. `best_length`: tokens on device or host. `full_hit_length`: tokens walked,
+    whatever the other components say.
     """
 
-    device_boundary: Boundary
-    best_boundary: Boundary
-    pages: tuple[PageIds, ...]
+    device_node: Node
+    device_length: int
+    best_node: Node
+    best_length: int
     full_hit_length: int
+    tree: RadixTree
 
     @property
-    def device_length(self) -> int:
-        return self.device_boundary.depth
+    def device_boundary(self) -> Boundary:
+        return Boundary(self.device_node, self.device_length)
+
+    @property
+    def best_boundary(self) -> Boundary:
+        return Boundary(self.best_node, self.best_length)
 
     @property
     def host_hit_length(self) -> int:
         """Tokens between the device boundary and the best one: what a load back would bring."""
-        return self.best_boundary.depth - self.device_boundary.depth
+        return self.best_length - self.device_length
+
+    @property
+    def pages(self) -> tuple[PageIds, ...]:
+        """Per component, the device page ids of `[0, device_length)`, read-only int32, one per page (−1: none).
+
+        Read from the tree now, so read them before anything else happens, or lock the boundary first.
+
+        Raises:
+            StaleError: the boundary has been evicted since.
+        """
+        return self.tree.pages(self.device_boundary)
 
 
 @dataclass(slots=True)
@@ -116,18 +134,23 @@ class InsertParams:
 class InsertResult:
     """What became of the caller's pages.
 
-    `boundary`: the end of what is published; lock it. `prefix_len`: tokens that were on the device before.
+    `boundary` (`node`, `length`): the end of what is published; lock it. `prefix_len`: tokens that were on the device before.
     `first_changed`: depth from which the tree's pages may differ from the caller's (the published length when none
     does): from there on use the canonical ones, `RadixTree.pages(boundary, first_changed)`.
     `duplicates`: per component, the caller's ids that the tree did not take. They are the caller's to give back, after
     the last run that uses them. `mamba_exist`: the caller's state slot was not taken.
     """
 
-    boundary: Boundary
+    node: Node
+    length: int
     prefix_len: int
     first_changed: int
     duplicates: tuple[PageIds, ...]
     mamba_exist: bool = True
+
+    @property
+    def boundary(self) -> Boundary:
+        return Boundary(self.node, self.length)
 
 
 @dataclass(slots=True)

@@ -58,6 +58,8 @@ class PageAllocator:
             IntegrityError: more than there are; in check mode also an id that is free already or none of ours.
         """
         num_pages = len(ids)
+        if not num_pages:
+            return
         if self._num_free + num_pages > self.capacity:
             raise IntegrityError(
                 f"{num_pages} pages given back to a pool of {self.capacity} that has {self._num_free} free already"

@@ -10,7 +10,7 @@ Rules are numbered in the project's semantics; the numbers in comments are their
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -37,8 +37,10 @@ from tiered_cache.types import (
 if TYPE_CHECKING:
     from tiered_cache.observe import Observer
 
-LONG_EDGE_BYTES = 1 << 16
-"""Edges from here on are compared in pieces, so that one that differs near its end is not read twice."""
+DEVICE: Final = Tier.DEVICE  # looking an enum member up costs as much as a tree step
+
+PIECE_BYTES: Final = 1 << 15
+"""An edge that differs is searched for the place in pieces of this size."""
 
 
 class RadixTree:
@@ -66,6 +68,7 @@ class RadixTree:
             raise ValueError("a tree needs at least one component, each with an id of its own")
         self.page_size = page_size
         self.components = tuple(components)
+        self._upwards = self.components[::-1]
         self.observers = Observers(observers)
         self.receipts = ReceiptBook()
         self._page_bytes = page_size * TOKEN_BYTES
@@ -95,26 +98,27 @@ class RadixTree:
             ValueError: a negative limit.
         """
         key, limit = params.key, params.limit
-        length = len(key)
+        length = (len(key.data) - key.overlap) // TOKEN_BYTES
         if limit is not None:
             if limit < 0:
                 raise ValueError(f"limit must not be negative, not {limit}")
             if limit < length:
                 length = limit
         path, full_depth = self._walk(self.root, key, length - length % self.page_size)
-        device_path, depth = self._agree(path, full_depth, True)
-        device = best = Boundary(device_path[-1] if device_path else self.root, depth)
-        if depth < full_depth:
-            path, best_depth = self._agree(path, full_depth, False)
-            best = Boundary(path[-1] if path else self.root, best_depth)
-        if path:
-            # 3.6: the path to the best boundary is used; a node that matched in part only is left as it is.
-            self._stamp += 1
-            used = path if best.node.end == best.depth else path[:-1]
-            for component in self.components:
-                component.touch(used, self._stamp)
-        pages = tuple([component.collect(device_path, 0, depth) for component in self.components])
-        return MatchResult(device, best, pages, full_depth)
+        device_path, device_length = self._agree(path, full_depth, True)
+        best_length = device_length
+        if device_length < full_depth:
+            path, best_length = self._agree(path, full_depth, False)
+        device_node = device_path[-1] if device_path else self.root
+        if not path:
+            return MatchResult(device_node, device_length, self.root, 0, full_depth, self)
+        # 3.6: the path to the best boundary is used; a node that matched in part only is left as it is.
+        self._stamp += 1
+        best_node = path[-1]
+        used = path if best_node.end == best_length else path[:-1]
+        for component in self.components:
+            component.touch(used, self._stamp)
+        return MatchResult(device_node, device_length, best_node, best_length, full_depth, self)
 
     def match_deeper(self, receipt: Receipt, key: RadixKey, limit: int) -> Boundary | None:
         """The deepest device boundary of `key[:limit]` below a held one, or None: what others have published since.
@@ -146,15 +150,12 @@ class RadixTree:
                 break  # dead: known to the tree, but only storage may have it
             path.append(child)
             edge = child.key
-            if child.end <= length and len(edge) < LONG_EDGE_BYTES and data.startswith(edge, at):
+            if child.end <= length and data.startswith(edge, at):
                 depth = child.end
                 node = child
                 continue
             shared = min(len(edge), (length - depth) * TOKEN_BYTES + overlap)
-            depth += self._whole_pages(common_bytes(edge, data, at, shared), overlap)
-            if depth < child.end:
-                break
-            node = child
+            return path, depth + self._whole_pages(common_bytes(edge, data, at, shared), overlap)
         return path, depth
 
     def _whole_pages(self, num_bytes: int, overlap: int) -> int:
@@ -191,6 +192,7 @@ class RadixTree:
         node, depth = self.root, 0
         data, overlap = key.data, key.overlap
         step, inserted_len, priority = self._page_bytes + overlap, params.inserted_len, params.priority
+        owned = params.prev_prefix_len
         while depth < length:
             at = depth * TOKEN_BYTES
             page = data[at : at + step]
@@ -198,13 +200,13 @@ class RadixTree:
             if child is None:
                 break
             edge = child.key
-            if child.end > length or len(edge) >= LONG_EDGE_BYTES or not data.startswith(edge, at):
+            if child.end > length or not data.startswith(edge, at):
                 shared = min(len(edge), (length - depth) * TOKEN_BYTES + overlap)
                 end = depth + self._whole_pages(common_bytes(edge, data, at, shared), overlap)
-                if end < child.end:
-                    child = self._split_node(child, end)
-            for component in self.components:
-                component.update_component_on_insert_overlap(child, depth, insertion)
+                child = self._split_node(child, end)
+            if child.end > owned or child.data[BASE].value is None:
+                for component in self.components:
+                    component.update_component_on_insert_overlap(child, depth, insertion)
             node, depth = child, child.end
             path.append(node)
             if depth > inserted_len:
@@ -214,22 +216,22 @@ class RadixTree:
         prefix_len = min(insertion.prefix_len, depth)
         self._stamp += 1
         if depth < length:
-            if depth < params.prev_prefix_len:
-                raise stale_prefix(params.prev_prefix_len, depth)
+            if depth < owned:
+                raise stale_prefix(owned, depth)
             self._add_leaf(path, node, depth, length, insertion)
         for component in self.components:
             component.touch(path, self._stamp)
         duplicates = self._nothing
-        if insertion.duplicates:
-            parts = insertion.duplicates
-            duplicates = tuple([join(parts.get(index, ())) for index in range(len(self.components))])
-        boundary = Boundary(path[-1] if path else self.root, length)
-        return InsertResult(boundary, prefix_len, insertion.first_changed, duplicates)
+        if insertion.duplicates is not None:
+            duplicates = tuple([join(parts) for parts in insertion.duplicates])
+        node = path[-1] if path else self.root
+        return InsertResult(node, length, prefix_len, insertion.first_changed, duplicates)
 
     def _checked_length(self, params: InsertParams) -> int:
-        units = len(params.key)
-        length = units if params.length is None else params.length
-        if not 0 <= length <= units:
+        key = params.key
+        units = (len(key.data) - key.overlap) // TOKEN_BYTES
+        length = max(0, units) if params.length is None else params.length
+        if not 0 <= length <= max(0, units):
             raise ValueError(f"cannot insert {length} tokens of a key of {units}")
         num_pages = length // self.page_size
         length = num_pages * self.page_size
@@ -302,7 +304,7 @@ class RadixTree:
         Raises:
             StaleError: the boundary's node is gone.
         """
-        return self._acquire(boundary, Tier.DEVICE, 0)
+        return self._acquire(boundary, DEVICE, 0)
 
     def dec_lock_ref(self, receipt: Receipt) -> None:
         """Give a device lock back.
@@ -310,7 +312,7 @@ class RadixTree:
         Raises:
             LockError: released before, or foreign: nothing changes. StaleError: from before a `reset()`.
         """
-        self._release(receipt, Tier.DEVICE)
+        self._release(receipt, DEVICE)
 
     def inc_host_lock_ref(self, boundary: Boundary, start: int = 0) -> Receipt:
         """Hold the host state of `[start, boundary)`: a span, through splits (6.4)."""
@@ -394,10 +396,11 @@ class RadixTree:
         return self._drive(need, Tier.HOST)
 
     def _drive(self, need: Sequence[int], tier: Tier) -> EvictResult:
-        eviction = Eviction(len(self.components))
-        for component, pages in zip(self.components, need, strict=True):
+        eviction = Eviction(tier, len(self.components))
+        for component in self.components:
+            pages = need[component.index]
             if pages > 0:
-                drive = component.drive_eviction if tier is Tier.DEVICE else component.drive_host_eviction
+                drive = component.drive_eviction if tier is DEVICE else component.drive_host_eviction
                 drive(self, pages, eviction)
         return eviction.result()
 
@@ -408,7 +411,7 @@ class RadixTree:
         """
         base = node.data[BASE]
         if base.host_value is not None:
-            for component in reversed(self.components):
+            for component in self._upwards:
                 if node.data[component.index].value is not None:
                     component.evict_component(node, Tier.DEVICE, eviction)
             return True
@@ -428,10 +431,10 @@ class RadixTree:
     def _drop(self, node: Node, eviction: Eviction) -> None:
         base = node.data[BASE]
         had_base = base.value is not None or base.host_value is not None
-        for component in reversed(self.components):
+        for component in self._upwards:
             data = node.data[component.index]
             if data.value is not None:
-                component.evict_component(node, Tier.DEVICE, eviction)
+                component.evict_component(node, DEVICE, eviction)
             if data.host_value is not None:
                 component.evict_component(node, Tier.HOST, eviction)
         if had_base and not base.stored:
@@ -509,8 +512,14 @@ class RadixTree:
 
     def pages(self, boundary: Boundary, start: int = 0) -> tuple[PageIds, ...]:
         """Per component, the device page ids of `[start, boundary)`, one per page (−1: none there)."""
-        path = self._path_to(self.cut(boundary))[::-1]
-        return tuple([component.collect(path, start, boundary.depth) for component in self.components])
+        node, depth = boundary
+        path = self._path_to(node)
+        if (path[-1].parent if path else node) is not self.root:
+            raise StaleError("the node of this boundary is gone: match again")
+        path.reverse()
+        if node.end > depth:
+            path = [node for node in path if node.start < depth]
+        return tuple([component.collect(path, start, depth) for component in self.components])
 
     def nodes(self) -> Iterator[Node]:
         """All nodes but the root, parents first."""
@@ -563,7 +572,7 @@ def common_bytes(edge: bytes, data: bytes, at: int, num_bytes: int) -> int:
     Pieces of 32 KiB by memcmp, then the differing piece by numpy.
     """
     view = memoryview(edge)
-    done, piece = 0, LONG_EDGE_BYTES // 2
+    done, piece = 0, PIECE_BYTES
     while done < num_bytes:
         size = min(piece, num_bytes - done)
         if not data.startswith(view[done : done + size], at + done):

@@ -9,36 +9,36 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from tiered_cache.observe import Event, EventKind
-from tiered_cache.types import ComponentId, EvictResult, PageIds, Tier
+from tiered_cache.types import ComponentId, EvictResult, PageIds
 
 if TYPE_CHECKING:
     from tiered_cache.observe import Observers
     from tiered_cache.tree.leaves import LeafSets
     from tiered_cache.tree.node import Node
     from tiered_cache.tree.radix import RadixTree
-    from tiered_cache.types import InsertParams
+    from tiered_cache.types import InsertParams, Tier
 
-NO_PAGES: PageIds = np.empty(0, dtype=np.int32)
-NO_PAGES.flags.writeable = False
+INT32: Final = np.dtype(np.int32)
+
+NO_PAGES: Final[PageIds] = np.frombuffer(b"", INT32)
 
 
 def own(ids: PageIds) -> PageIds:
-    """A read-only copy with memory of its own: no view keeps a large buffer alive, nobody changes a value in place."""
-    ids = ids.copy()
-    ids.setflags(write=False)
-    return ids
+    """A read-only copy with memory of its own: no view keeps a large buffer alive, nobody changes a value in place.
+
+    Through bytes, because that is half the time of `copy` and `setflags`.
+    """
+    return np.frombuffer(ids.tobytes(), INT32)
 
 
 def join(parts: Sequence[PageIds]) -> PageIds:
-    """One array from several; a single one is not copied."""
-    if len(parts) == 1:
-        return parts[0]
-    return np.concatenate(parts) if parts else NO_PAGES
+    """One read-only array from several; a single one is not copied. A third of the time of `np.concatenate`."""
+    return parts[0] if len(parts) == 1 else np.frombuffer(b"".join(parts), INT32)
 
 
 class Sizes:
@@ -51,10 +51,16 @@ class Sizes:
         self.protected = 0
 
     def credit(self, num_pages: int, locks: int) -> None:
+        """Count pages gained (or lost, if negative) by a node with that many locks."""
         if locks:
             self.protected += num_pages
         else:
             self.evictable += num_pages
+
+    def protect(self, num_pages: int) -> None:
+        """Count pages that a first lock has taken hold of (or the last has let go, if negative)."""
+        self.evictable -= num_pages
+        self.protected += num_pages
 
 
 class Insertion:
@@ -69,33 +75,32 @@ class Insertion:
         self.params = params
         self.prefix_len = length
         self.first_changed = length
-        self.duplicates: dict[int, list[PageIds]] = {}
+        self.duplicates: list[list[PageIds]] | None = None
 
-    def refuse(self, index: int, ids: PageIds, start: int) -> None:
+    def refuse(self, component: TreeComponent, ids: PageIds, start: int) -> None:
         """The tree has a component's pages from depth `start` on already: `ids` are the caller's to give back."""
-        self.duplicates.setdefault(index, []).append(ids)
+        if self.duplicates is None:
+            self.duplicates = [[] for _ in self.params.pages]
+        self.duplicates[component.index].append(ids)
         if start < self.first_changed:
             self.first_changed = start
 
 
 class Eviction:
-    """What one eviction has given up so far."""
+    """What one eviction has given up so far: per component the ids, and how many on the tier that is asked."""
 
-    __slots__ = ("counts", "dropped_tokens", "given")
+    __slots__ = ("counts", "device", "dropped_tokens", "host", "tier")
 
-    def __init__(self, num_components: int) -> None:
-        self.given: dict[Tier, list[list[PageIds]]] = {
-            tier: [[] for _ in range(num_components)] for tier in (Tier.DEVICE, Tier.HOST)
-        }
-        self.counts = {tier: [0] * num_components for tier in (Tier.DEVICE, Tier.HOST)}
+    def __init__(self, tier: Tier, num_components: int) -> None:
+        self.tier = tier
+        self.device: list[list[PageIds]] = [[] for _ in range(num_components)]
+        self.host: list[list[PageIds]] = [[] for _ in range(num_components)]
+        self.counts = [0] * num_components
         self.dropped_tokens = 0
 
-    def give(self, index: int, tier: Tier, ids: PageIds) -> None:
-        self.given[tier][index].append(ids)
-        self.counts[tier][index] += len(ids)
-
     def result(self) -> EvictResult:
-        device, host = (tuple(join(parts) for parts in self.given[tier]) for tier in (Tier.DEVICE, Tier.HOST))
+        device = tuple([join(parts) for parts in self.device])
+        host = tuple([join(parts) for parts in self.host])
         return EvictResult(device, host, self.dropped_tokens)
 
 
@@ -117,6 +122,7 @@ class TreeComponent(ABC):
         self.device, self.host = Sizes(), Sizes()
 
     def tell(self, kind: EventKind, tier: Tier, node: Node) -> None:
+        """Tell the observers of a residency gained or lost."""
         self.observers.on_event(Event(kind, component=self.id, tier=tier, node=node))
 
     # --- match ------------------------------------------------------------------------------------------------------

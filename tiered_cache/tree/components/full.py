@@ -7,9 +7,11 @@ which the leaf sets know a leaf.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from tiered_cache.errors import stale_prefix
+import numpy as np
+
+from tiered_cache.errors import StaleError, stale_prefix
 from tiered_cache.observe import EventKind
 from tiered_cache.tree.components.base import NO_PAGES, Eviction, Insertion, TreeComponent, join, own
 from tiered_cache.types import PageIds, Tier
@@ -17,6 +19,9 @@ from tiered_cache.types import PageIds, Tier
 if TYPE_CHECKING:
     from tiered_cache.tree.node import Node
     from tiered_cache.tree.radix import RadixTree
+
+
+DEVICE: Final = Tier.DEVICE  # looking an enum member up costs as much as a tree step
 
 
 class FullComponent(TreeComponent):
@@ -35,6 +40,8 @@ class FullComponent(TreeComponent):
             return NO_PAGES
         index = self.index
         parts = [node.data[index].value for node in path if node.end > start]
+        if parts[-1] is None:
+            raise StaleError("the pages of this boundary have left the device: match again")
         end = path[-1].end
         if end > stop:
             parts[-1] = parts[-1][: (stop - end) // self.page_size]  # type: ignore[index]  # a device path has values
@@ -59,20 +66,24 @@ class FullComponent(TreeComponent):
             if start < params.prev_prefix_len:
                 raise stale_prefix(params.prev_prefix_len, start)
             insertion.prefix_len = min(insertion.prefix_len, start)
-            self._gain(node, Tier.DEVICE, own(params.pages[self.index][start // page_size : node.end // page_size]))
+            self._gain(node, DEVICE, own(params.pages[self.index][start // page_size : node.end // page_size]))
             return
         keep = params.prev_prefix_len - start
         if keep >= node.end - start:
             return
-        first = max(0, keep) // page_size
-        incoming = params.pages[self.index][start // page_size + first : node.end // page_size]
-        duplicates = incoming[incoming != value[first:]]  # the very page that is there is nobody's duplicate
+        if keep > 0:
+            start += keep
+            value = value[keep // page_size :]
+        duplicates = params.pages[self.index][start // page_size : node.end // page_size]
+        differ = duplicates != value  # the very page that is there is nobody's duplicate
+        if np.count_nonzero(differ) < len(duplicates):
+            duplicates = duplicates[differ]
         if len(duplicates):
-            insertion.refuse(self.index, duplicates, start + first * page_size)
+            insertion.refuse(self, duplicates, start)
 
     def commit_insert_component_data(self, leaf: Node, start: int, insertion: Insertion) -> None:
         incoming = insertion.params.pages[self.index]
-        self._gain(leaf, Tier.DEVICE, own(incoming[start // self.page_size : leaf.end // self.page_size]))
+        self._gain(leaf, DEVICE, own(incoming[start // self.page_size : leaf.end // self.page_size]))
 
     # --- split ------------------------------------------------------------------------------------------------------
 
@@ -90,23 +101,26 @@ class FullComponent(TreeComponent):
     # --- eviction ---------------------------------------------------------------------------------------------------
 
     def evict_component(self, node: Node, tier: Tier, eviction: Eviction) -> None:
-        eviction.give(self.index, tier, self._lose(node, tier))
+        ids = self._lose(node, tier)
+        (eviction.device if tier is DEVICE else eviction.host)[self.index].append(ids)
+        if tier is eviction.tier:
+            eviction.counts[self.index] += len(ids)
 
     def drive_eviction(self, tree: RadixTree, need: int, eviction: Eviction) -> None:
-        given, index = eviction.counts[Tier.DEVICE], self.index
-        while given[index] < need:
-            node = self.leaves.first(Tier.DEVICE)
+        counts, index, leaves = eviction.counts, self.index, self.leaves
+        while counts[index] < need:
+            node = leaves.first(DEVICE)
             if node is None:
                 return
             if not tree.evict_device_leaf(node, eviction):
                 # A leaf that cannot go (something below it is held on the host) hides none of the others.
-                others = list(self.leaves.in_order(Tier.DEVICE))
+                others = list(leaves.in_order(DEVICE))
                 if not any(tree.evict_device_leaf(other, eviction) for other in others):
                     return
 
     def drive_host_eviction(self, tree: RadixTree, need: int, eviction: Eviction) -> None:
-        given, index = eviction.counts[Tier.HOST], self.index
-        while given[index] < need:
+        counts, index = eviction.counts, self.index
+        while counts[index] < need:
             node = self.leaves.first(Tier.HOST)
             if node is None:
                 return
@@ -116,24 +130,22 @@ class FullComponent(TreeComponent):
 
     def acquire_component_lock(self, path: Sequence[Node], tier: Tier, start: int) -> int:
         index = self.index
-        if tier is Tier.HOST:
+        if tier is not DEVICE:
             return self._acquire_host(path, start)
         for node in path:
             data = node.data[index]
             data.lock_ref += 1
             if data.lock_ref == 1:
                 if data.value is not None:
-                    num_pages = len(data.value)
-                    self.device.evictable -= num_pages
-                    self.device.protected += num_pages
+                    self.device.protect(len(data.value))
                 if data.queue is not None:
                     data.queue = None
                     self.leaves.touch(node)
-        return 0
+        return start
 
     def release_component_lock(self, node: Node, tier: Tier, part: int) -> None:
-        index, refresh = self.index, self.leaves.refresh
-        if tier is Tier.HOST:
+        index = self.index
+        if tier is not DEVICE:
             self._release_host(node, part)
             return
         current: Node | None = node
@@ -142,11 +154,9 @@ class FullComponent(TreeComponent):
             data.lock_ref -= 1
             if data.lock_ref == 0:
                 if data.value is not None:
-                    num_pages = len(data.value)
-                    self.device.protected -= num_pages
-                    self.device.evictable += num_pages
+                    self.device.protect(-len(data.value))
                 if current.device_children == 0:
-                    refresh(current)
+                    self.leaves.refresh(current)
             current = current.parent
 
     def _acquire_host(self, path: Sequence[Node], start: int) -> int:
@@ -157,8 +167,7 @@ class FullComponent(TreeComponent):
             data.host_lock_ref += 1
             if data.host_lock_ref == 1:
                 if data.host_value is not None:
-                    self.host.evictable -= len(data.host_value)
-                    self.host.protected += len(data.host_value)
+                    self.host.protect(len(data.host_value))
                 self.leaves.refresh(node)
         return start
 
@@ -169,8 +178,7 @@ class FullComponent(TreeComponent):
             data.host_lock_ref -= 1
             if data.host_lock_ref == 0:
                 if data.host_value is not None:
-                    self.host.protected -= len(data.host_value)
-                    self.host.evictable += len(data.host_value)
+                    self.host.protect(-len(data.host_value))
                 self.leaves.refresh(current)
             current = current.parent
 
@@ -183,7 +191,7 @@ class FullComponent(TreeComponent):
             mine = ids[at : at + num_pages]
             at += num_pages
             data = node.data[self.index]
-            if (data.value if tier is Tier.DEVICE else data.host_value) is not None:
+            if (data.value if tier is DEVICE else data.host_value) is not None:
                 unused.append(mine)
             else:
                 self._gain(node, tier, own(mine))
@@ -196,36 +204,39 @@ class FullComponent(TreeComponent):
         assert parent is not None, "the root holds nothing"
         if data.value is None and data.host_value is None:
             parent.live_children += 1
-        if tier is Tier.DEVICE:
+        if tier is DEVICE:
             data.value = ids
             parent.device_children += 1
             self.device.credit(len(ids), data.lock_ref)
         else:
             data.host_value = ids
             self.host.credit(len(ids), data.host_lock_ref)
-        self._changed(node, parent, EventKind.STORED, tier)
+        self.leaves.refresh(node)
+        if parent.data[self.index].queue is not None:
+            self.leaves.refresh(parent)
+        if self.observers.listening:
+            self.tell(EventKind.STORED, tier, node)
 
     def _lose(self, node: Node, tier: Tier) -> PageIds:
         data, parent = node.data[self.index], node.parent
         assert parent is not None, "the root holds nothing"
-        if tier is Tier.DEVICE:
+        if tier is DEVICE:
             ids, data.value = data.value, None
+            assert ids is not None, "callers have looked"
             parent.device_children -= 1
-            self.device.credit(-len(ids), data.lock_ref)  # type: ignore[arg-type]  # callers have looked
+            self.device.credit(-len(ids), data.lock_ref)
         else:
             ids, data.host_value = data.host_value, None
-            self.host.credit(-len(ids), data.host_lock_ref)  # type: ignore[arg-type]
+            assert ids is not None, "callers have looked"
+            self.host.credit(-len(ids), data.host_lock_ref)
         if data.value is None and data.host_value is None:
             parent.live_children -= 1
-        self._changed(node, parent, EventKind.REMOVED, tier)
-        return ids  # type: ignore[return-value]
-
-    def _changed(self, node: Node, parent: Node, kind: EventKind, tier: Tier) -> None:
         self.leaves.refresh(node)
-        if parent.data[self.index].queue is not None or kind is EventKind.REMOVED:
-            self.leaves.refresh(parent)  # a gain below only ever takes a leaf out of its order
+        if parent.live_children == 0 or parent.device_children == 0:
+            self.leaves.refresh(parent)
         if self.observers.listening:
-            self.tell(kind, tier, node)
+            self.tell(EventKind.REMOVED, tier, node)
+        return ids
 
     # --- proof ------------------------------------------------------------------------------------------------------
 
@@ -235,8 +246,8 @@ class FullComponent(TreeComponent):
         for name, value in (("value", data.value), ("host_value", data.host_value)):
             if value is not None and len(value) != num_pages:
                 fail(f"{name} has {len(value)} pages, the edge has {num_pages}")
-            if value is not None and (value.base is not None or value.flags.writeable):
-                fail(f"{name} is a view, or writable")
+            if value is not None and (value.flags.writeable or len(value.base) != value.nbytes):
+                fail(f"{name} is writable, or a view of something larger")
         parent = node.parent
         if parent is not None and parent.parent is not None:
             above = parent.data[self.index]

@@ -1,0 +1,159 @@
+"""Work that leaves the loop or outlives a call: executors, the one helper that awaits a job to its real end, and the
+supervisor of background tasks.
+
+Owns: daemon threads (so that a hung job cannot block interpreter exit) and the only shield of the library. Refuses to
+know what the jobs do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import queue
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, TypeVar
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+STOP: Final = None
+
+
+class DaemonExecutor(concurrent.futures.Executor):
+    """A bounded pool of daemon threads, first in first out.
+
+    Queued jobs can be cancelled; running ones cannot. Unlike the standard pool it does not make the interpreter wait
+    for its threads at exit.
+    """
+
+    def __init__(self, name: str, num_threads: int) -> None:
+        if num_threads < 1:
+            raise ValueError(f"an executor needs at least one thread, not {num_threads}")
+        self._name = name
+        self._num_threads = num_threads
+        self._queue: queue.SimpleQueue[tuple[concurrent.futures.Future[Any], Callable[[], Any]] | None]
+        self._queue = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[T]:
+        """Queue `fn(*args, **kwargs)`. Threads are started as they are needed."""
+        if self._closed:
+            raise RuntimeError(f"the {self._name} executor is shut down")
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        self._queue.put((future, lambda: fn(*args, **kwargs)))
+        if len(self._threads) < self._num_threads:
+            thread = threading.Thread(target=self._work, name=f"tiered-cache-{self._name}-{len(self._threads)}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        return future
+
+    def _work(self) -> None:
+        while (item := self._queue.get()) is not STOP:
+            future, call = item
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                result = call()
+            except BaseException as error:  # noqa: BLE001 - whatever ended the job belongs to whoever awaits it
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+                del result
+            del item, future, call  # an idle thread keeps nothing alive
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Let the threads end after what is queued. With `wait`, blocks until they have."""
+        if not self._closed:
+            self._closed = True
+            for _ in self._threads:
+                self._queue.put(STOP)
+        if wait:
+            for thread in self._threads:
+                thread.join()
+
+
+async def run_to_end(executor: concurrent.futures.Executor, fn: Callable[..., T], *args: Any) -> T:
+    """Run `fn(*args)` in `executor`; when this returns or raises, nobody runs it any more (semantics §9.3).
+
+    Cancelled while queued, it ends at once and `fn` never runs. Cancelled while running, it waits for the thread, however
+    often it is cancelled meanwhile, then raises `CancelledError`.
+    """
+    job = executor.submit(_guarded, fn, args)
+    waiter = asyncio.wrap_future(job)
+    try:
+        return await asyncio.shield(waiter)
+    except asyncio.CancelledError:
+        if not job.cancel():
+            await _settled(waiter)
+        raise
+
+
+async def _settled(waiter: asyncio.Future[Any]) -> None:
+    while not waiter.done():
+        try:
+            await asyncio.wait([waiter])
+        except asyncio.CancelledError:
+            continue  # the first cancellation is raised when the thread has ended; more of them change nothing
+    if not waiter.cancelled():
+        waiter.exception()  # seen: whoever waited has gone
+
+
+def _guarded(fn: Callable[..., T], args: tuple[Any, ...]) -> T:
+    """Keep exceptions that mean something to the event loop from posing as its own."""
+    try:
+        return fn(*args)
+    except (asyncio.CancelledError, concurrent.futures.CancelledError, StopIteration) as error:
+        raise RuntimeError(f"{getattr(fn, '__qualname__', fn)!s} raised {type(error).__name__} in its thread") from error
+
+
+class Supervisor:
+    """One task that owns the background tasks of a cache (semantics §12.3).
+
+    A child that fails is logged and counted; its siblings and the opener go on.
+    """
+
+    def __init__(self) -> None:
+        self.num_failures = 0
+        self._children: set[asyncio.Task[None]] = set()
+        self._closing = asyncio.Event()
+        self._group = asyncio.TaskGroup()
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        ready = asyncio.Event()
+        self._task = asyncio.create_task(self._supervise(ready), name="tiered-cache-supervisor")
+        await ready.wait()
+
+    async def _supervise(self, ready: asyncio.Event) -> None:
+        async with self._group:
+            ready.set()
+            await self._closing.wait()
+            for child in tuple(self._children):
+                child.cancel()
+
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Run `work` in the background."""
+        child = self._group.create_task(self._contained(work, name), name=f"tiered-cache-{name}")
+        self._children.add(child)
+        child.add_done_callback(self._children.discard)
+
+    async def _contained(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        try:
+            await work
+        except Exception:
+            self.num_failures += 1
+            log.exception("background task %s failed", name)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._children)
+
+    async def aclose(self) -> None:
+        """Cancel what runs and end. Idempotent, from any task."""
+        self._closing.set()
+        if self._task is not None:
+            await asyncio.wait([self._task])

@@ -1,0 +1,67 @@
+"""Frozen snapshots, good enough to assert on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """Where the pages of one component on one tier are; the parts add up to `capacity` (semantics §2.4).
+
+    `private`: taken by leases and not published. `quarantined`: given up, but a run may still touch them.
+    `unspent`: promised to admitted leases and not taken yet (part of free and evictable).
+    """
+
+    capacity: int
+    free: int
+    evictable: int
+    protected: int
+    private: int
+    quarantined: int
+    unspent: int
+
+
+@dataclass(slots=True)
+class Counters:
+    """What has happened since the cache was opened. The library's own, live record; `CacheStats` holds a copy."""
+
+    leases_granted: int = 0
+    leases_released: int = 0
+    admissions_queued: int = 0
+    admissions_timed_out: int = 0
+    admissions_cancelled: int = 0
+    tokens_requested: int = 0
+    tokens_hit_device: int = 0
+    tokens_computed: int = 0
+    tokens_committed: int = 0
+    tokens_dropped: int = 0
+    pages_evicted: int = 0
+    pages_duplicate: int = 0
+    chunks: int = 0
+    chunk_waits: int = 0
+    rematches: int = 0
+    runs: int = 0
+    runs_cancelled: int = 0
+    runs_failed: int = 0
+    resets: int = 0
+    leases_dropped_unclosed: int = 0
+    background_failures: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """A snapshot of a cache. `pools`: per component, of the device tier."""
+
+    pools: dict[str, PoolStats]
+    num_nodes: int
+    num_leases: int
+    num_queued: int
+    num_runs: int
+    counters: Counters = field(default_factory=Counters)
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the requested prompt tokens that were not computed."""
+        requested = self.counters.tokens_requested
+        return self.counters.tokens_hit_device / requested if requested else 0.0

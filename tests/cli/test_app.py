@@ -11,7 +11,10 @@ import pytest
 
 from tiered_cache.cli import app
 
-MODEL = "model: {dtype: bfloat16, num_layers: 2, num_kv_heads: 3, head_dim: 64, id: some/model}\n"
+MODEL = (
+    "model: {dtype: bfloat16, num_layers: 2, num_kv_heads: 3, head_dim: 64, "
+    "id: some/model, revision: r7}\n"
+)
 
 
 @pytest.fixture
@@ -90,7 +93,9 @@ def test_plan_shows_pools_tiers_and_rows(run: Any, write: Any) -> None:
     code, out, err = run("plan", path)
     assert (code, err) == (0, "")
     lines = [" ".join(line.split()) for line in out.splitlines()]
-    assert "some/model: 2 layers, bfloat16, pages of 16 tokens. All sizes are per rank." in lines
+    assert (
+        "some/model @ r7: 2 layers, bfloat16, pages of 16 tokens. All sizes are per rank." in lines
+    )
     assert "full/k 3×64 bfloat16 a share 2 768 12,288" in lines
     assert "all 1,536 24,576" in lines
     assert "device cpu full 64 1,024 1.5 MiB" in lines

@@ -58,6 +58,10 @@ class DevicePools:
             raise ValueError("either num_pages or tensors")
         self.owned = tensors is None
         """Whether the tensors were made here."""
+        self._rows = {
+            name: {layer: _row_view(pages) for layer, pages in layers.items()}
+            for name, layers in self._pages.items()
+        }
 
     def layer(self, name: str, layer: int) -> torch.Tensor:
         """The rows of one layer, `[pages × rows_per_page, *row_shape]`: a view, row = slot.
@@ -66,13 +70,13 @@ class DevicePools:
             KeyError: no such pool, or the pool has no such layer.
             ValueError: the user's tensor keeps its pages apart; use `pages`.
         """
-        pages = self.pages(name, layer)
-        if pages.shape[0] > 1 and pages.stride(0) != pages[0].numel():
+        rows = self._rows[name][layer]
+        if rows is None:
             raise ValueError(
                 f"pool {name!r}, layer {layer}: the pages of the tensor given are not adjacent, so "
                 f"there is no view of rows; index pages(name, layer)[page id, offset]"
             )
-        return pages.flatten(0, 1)
+        return rows
 
     def pages(self, name: str, layer: int) -> torch.Tensor:
         """The pages of one layer, `[pages, rows_per_page, *row_shape]`: a view."""
@@ -200,6 +204,11 @@ def _as_pages(spec: PoolSpec, tensor: torch.Tensor) -> torch.Tensor:
     if tuple(tensor.shape[1:]) == (spec.rows_per_page, *spec.row_shape):
         return tensor
     return torch.unflatten(tensor, 0, (-1, spec.rows_per_page))
+
+
+def _row_view(pages: torch.Tensor) -> torch.Tensor | None:
+    adjacent = pages.shape[0] == 1 or pages.stride(0) == pages[0].numel()
+    return pages.flatten(0, 1) if adjacent else None
 
 
 def _common_page_counts(

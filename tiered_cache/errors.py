@@ -1,8 +1,8 @@
 """The one family of errors, grouped by what a caller can do about them.
 
-A miss is not an error, and neither is pressure while there is something shorter to give: see `Lease.why`. Errors of
-bad input that Python has a word for stay `ValueError` and `TypeError` (tokens, limits, lengths), so that they read as
-they do everywhere else.
+A miss is not an error, and neither is pressure while there is something shorter to give: see
+`Lease.why`. Errors of bad input that Python has a word for stay `ValueError` and `TypeError`
+(tokens, limits, lengths), so that they read as they do everywhere else.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ class TieredCacheError(Exception):
     """Base of everything that this library raises on its own account."""
 
 
-# --- Mend the input -------------------------------------------------------------------------------------------------
+# --- Mend the input -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,55 +29,71 @@ class ConfigProblem:
     suggestion: str | None = None
 
     def __str__(self) -> str:
-        place = ":".join(str(part) for part in (self.file, self.line, self.column) if part is not None)
+        place = ":".join(
+            str(part) for part in (self.file, self.line, self.column) if part is not None
+        )
         text = ": ".join(part for part in (place, self.key, self.message) if part)
         return f"{text} ({self.suggestion})" if self.suggestion else text
 
 
 class ConfigError(TieredCacheError):
-    """The configuration cannot be used. Lists every problem at once: file, line, key and what to write instead."""
+    """The configuration cannot be used. Lists every problem at once: file, line, key and what to
+    write instead."""
 
     def __init__(self, problems: list[ConfigProblem] | str) -> None:
         self.problems = [ConfigProblem(problems)] if isinstance(problems, str) else list(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
 
-# --- Ask for less, wait, or let others go ---------------------------------------------------------------------------
+# --- Ask for less, wait, or let others go ---------------------------------------------------------
 
 
 class CapacityError(TieredCacheError):
-    """A tier cannot hold what was asked, now (release the leases in `held_by`) or ever (`held_by` is empty).
+    """A tier cannot hold what was asked, now (release the leases in `held_by`) or ever (`held_by`
+    is empty).
 
-    Attributes: `needed`, `free`, `evictable` in pages of `component`; `held_by`: the owners of the rest.
+    Attributes: `needed`, `free`, `evictable` in pages of `component`; `held_by`: the owners of the
+    rest.
     """
 
     def __init__(
-        self, message: str, *, component: str, needed: int, free: int, evictable: int, held_by: tuple[str, ...] = ()
+        self,
+        message: str,
+        *,
+        component: str,
+        needed: int,
+        free: int,
+        evictable: int,
+        held_by: tuple[str, ...] = (),
     ) -> None:
         self.component, self.needed, self.free, self.evictable = component, needed, free, evictable
         self.held_by = held_by
         holders = f"; held by {', '.join(held_by)}" if held_by else ""
         super().__init__(
-            f"{message} (component {component!r}: needed {needed} pages, free {free}, evictable {evictable}{holders})"
+            f"{message} (component {component!r}: needed {needed} pages, free {free}, "
+            f"evictable {evictable}{holders})"
         )
 
 
 class AdmissionTimeout(TieredCacheError, TimeoutError):
-    """The lease was not admitted within its `timeout`; nothing is held. Retry, or shed the request."""
+    """The lease was not admitted within its `timeout`; nothing is held. Retry, or shed the
+    request."""
 
 
-# --- Compute again --------------------------------------------------------------------------------------------------
+# --- Compute again --------------------------------------------------------------------------------
 
 
 class LoadFailed(TieredCacheError):
-    """A layer of a layer-wise load did not arrive; the lease has fallen back, `next_chunk` goes on from there."""
+    """A layer of a layer-wise load did not arrive; the lease has fallen back, `next_chunk` goes on
+    from there."""
 
 
 class BackendError(TieredCacheError):
-    """A storage backend is unwell. Never reaches a request; seen by backend authors and operators."""
+    """A storage backend is unwell. Never reaches a request; seen by backend authors and
+    operators."""
 
 
-# --- Mend the program -----------------------------------------------------------------------------------------------
+# --- Mend the program -----------------------------------------------------------------------------
 
 
 class LockError(TieredCacheError):
@@ -85,7 +101,8 @@ class LockError(TieredCacheError):
 
 
 class StaleError(TieredCacheError):
-    """What was used belongs to a state that is gone (a `reset()`, an evicted node). Match or lease again."""
+    """What was used belongs to a state that is gone (a `reset()`, an evicted node). Match or lease
+    again."""
 
 
 class WrongThreadError(TieredCacheError):
@@ -97,7 +114,8 @@ class ClosedError(TieredCacheError):
 
 
 class IntegrityError(TieredCacheError):
-    """The cache's own records contradict each other: a bug of this library. Never caught inside it; please report."""
+    """The cache's own records contradict each other: a bug of this library. Never caught inside it;
+    please report."""
 
 
 def stale_prefix(prev_prefix_len: int, held: int) -> StaleError:

@@ -1,8 +1,8 @@
-"""Work that leaves the loop or outlives a call: executors, the one helper that awaits a job to its real end, and the
-supervisor of background tasks.
+"""Work that leaves the loop or outlives a call: executors, the one helper that awaits a job to its
+real end, and the supervisor of background tasks.
 
-Owns: daemon threads (so that a hung job cannot block interpreter exit) and the only shield of the library. Refuses to
-know what the jobs do.
+Owns: daemon threads (so that a hung job cannot block interpreter exit) and the only shield of the
+library. Refuses to know what the jobs do.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import concurrent.futures
 import logging
 import queue
 import threading
-from collections.abc import Callable, Coroutine
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
 
 log = logging.getLogger(__name__)
 
@@ -25,8 +27,8 @@ STOP: Final = None
 class DaemonExecutor(concurrent.futures.Executor):
     """A bounded pool of daemon threads, first in first out.
 
-    Queued jobs can be cancelled; running ones cannot. Unlike the standard pool it does not make the interpreter wait
-    for its threads at exit.
+    Queued jobs can be cancelled; running ones cannot. Unlike the standard pool it does not make the
+    interpreter wait for its threads at exit.
     """
 
     def __init__(self, name: str, num_threads: int) -> None:
@@ -34,19 +36,27 @@ class DaemonExecutor(concurrent.futures.Executor):
             raise ValueError(f"an executor needs at least one thread, not {num_threads}")
         self._name = name
         self._num_threads = num_threads
-        self._queue: queue.SimpleQueue[tuple[concurrent.futures.Future[Any], Callable[[], Any]] | None]
+        self._queue: queue.SimpleQueue[
+            tuple[concurrent.futures.Future[Any], Callable[[], Any]] | None
+        ]
         self._queue = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._closed = False
 
-    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[T]:
+    def submit(
+        self, fn: Callable[..., T], /, *args: Any, **kwargs: Any
+    ) -> concurrent.futures.Future[T]:
         """Queue `fn(*args, **kwargs)`. Threads are started as they are needed."""
         if self._closed:
             raise RuntimeError(f"the {self._name} executor is shut down")
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
         self._queue.put((future, lambda: fn(*args, **kwargs)))
         if len(self._threads) < self._num_threads:
-            thread = threading.Thread(target=self._work, name=f"tiered-cache-{self._name}-{len(self._threads)}", daemon=True)
+            thread = threading.Thread(
+                target=self._work,
+                name=f"tiered-cache-{self._name}-{len(self._threads)}",
+                daemon=True,
+            )
             self._threads.append(thread)
             thread.start()
         return future
@@ -58,7 +68,7 @@ class DaemonExecutor(concurrent.futures.Executor):
                 continue
             try:
                 result = call()
-            except BaseException as error:  # noqa: BLE001 - whatever ended the job belongs to whoever awaits it
+            except BaseException as error:
                 future.set_exception(error)
             else:
                 future.set_result(result)
@@ -77,10 +87,11 @@ class DaemonExecutor(concurrent.futures.Executor):
 
 
 async def run_to_end(executor: concurrent.futures.Executor, fn: Callable[..., T], *args: Any) -> T:
-    """Run `fn(*args)` in `executor`; when this returns or raises, nobody runs it any more (semantics §9.3).
+    """Run `fn(*args)` in `executor`; when this returns or raises, nobody runs it any more
+    (semantics §9.3).
 
-    Cancelled while queued, it ends at once and `fn` never runs. Cancelled while running, it waits for the thread, however
-    often it is cancelled meanwhile, then raises `CancelledError`.
+    Cancelled while queued, it ends at once and `fn` never runs. Cancelled while running, it waits
+    for the thread, however often it is cancelled meanwhile, then raises `CancelledError`.
     """
     job = executor.submit(_guarded, fn, args)
     waiter = asyncio.wrap_future(job)
@@ -97,7 +108,7 @@ async def _settled(waiter: asyncio.Future[Any]) -> None:
         try:
             await asyncio.wait([waiter])
         except asyncio.CancelledError:
-            continue  # the first cancellation is raised when the thread has ended; more of them change nothing
+            continue  # the first is raised when the thread has ended; more of them change nothing
     if not waiter.cancelled():
         waiter.exception()  # seen: whoever waited has gone
 
@@ -107,7 +118,9 @@ def _guarded(fn: Callable[..., T], args: tuple[Any, ...]) -> T:
     try:
         return fn(*args)
     except (asyncio.CancelledError, concurrent.futures.CancelledError, StopIteration) as error:
-        raise RuntimeError(f"{getattr(fn, '__qualname__', fn)!s} raised {type(error).__name__} in its thread") from error
+        raise RuntimeError(
+            f"{getattr(fn, '__qualname__', fn)!s} raised {type(error).__name__} in its thread"
+        ) from error
 
 
 class Supervisor:

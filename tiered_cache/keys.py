@@ -1,14 +1,15 @@
 """Token keys and their content addresses: the only hashing code.
 
-Owns: taking tokens in from whatever a caller has, comparing and cutting them, and the chain of page keys
-(semantics §10.1). Refuses to know: the tree, tiers, fingerprints.
+Owns: taking tokens in from whatever a caller has, comparing and cutting them, and the chain of page
+keys (semantics §10.1). Refuses to know: the tree, tiers, fingerprints.
 
-Tokens are kept as the bytes of native int64, the type of torch and numpy, because then a radix edge is compared with
-one memcmp and no token ever becomes a Python object. They become u32 little endian only when hashed.
+Tokens are kept as the bytes of native int64, the type of torch and numpy, because then a radix edge
+is compared with one memcmp and no token ever becomes a Python object. They become u32 little endian
+only when hashed.
 
-A bigram key (draft heads that look at token pairs) is a sequence of overlapping pairs. It keeps its n tokens as they
-are and reads as n − 1 units; the bytes of units `[a, b)` are those of tokens `[a, b + 1)`. So the two kinds differ by
-one number, `overlap`, and nothing in the tree branches on it.
+A bigram key (draft heads that look at token pairs) is a sequence of overlapping pairs. It keeps its
+n tokens as they are and reads as n − 1 units; the bytes of units `[a, b)` are those of tokens `[a,
+b + 1)`. So the two kinds differ by one number, `overlap`, and nothing in the tree branches on it.
 """
 
 from __future__ import annotations
@@ -16,36 +17,36 @@ from __future__ import annotations
 import hashlib
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterable
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from tiered_cache.types import Namespace
 
-if TYPE_CHECKING:
-    import torch
-
 TOKEN_BYTES: Final = 8
 DIGEST_BYTES: Final = 32
 MAX_TOKEN: Final = 0xFFFF_FFFF
 SHORT_BYTES: Final = 1 << 15
-"""Up to here counting non-zero high halves, which has less overhead than a maximum, is the faster range check."""
+"""Up to here counting non-zero high halves, which has less overhead than a maximum, is the faster
+range check."""
 
 HIGH_HALVES: Final = slice(1 if sys.byteorder == "little" else 0, None, 2)
 
 NAMESPACE_TAG: Final = b"tiered-cache-namespace-v1"
 
 
-
 class RadixKey:
-    """A token sequence in a namespace; `len()` is its number of units (tokens, or pairs for a bigram key).
+    """A token sequence in a namespace; `len()` is its number of units (tokens, or pairs for a
+    bigram key).
 
     Args:
-        tokens: a list or other sequence of ints, an `array`, a 1-D numpy array or a 1-D torch tensor (any integer
-            type). The tokens are copied: the caller's buffer may change afterwards.
-        extra_key, cache_salt: what reuse must not cross: an adapter, a tenant. `None` and `""` are the same.
+        tokens: a list or other sequence of ints, an `array`, a 1-D numpy array or a 1-D torch
+            tensor (any integer type). The tokens are copied: the caller's buffer may change
+            afterwards.
+        extra_key, cache_salt: what reuse must not cross: an adapter, a tenant. `None` and `""` are
+            the same.
         is_bigram: units are pairs of neighbouring tokens.
 
     Raises:
@@ -53,10 +54,22 @@ class RadixKey:
         TypeError: tokens that are not integers, or a namespace part that is not text.
     """
 
-    __slots__ = ("_appended", "_data", "_page_keys", "_page_keys_size", "namespace", "overlap", "root_prefix")
+    __slots__ = (
+        "_appended",
+        "_data",
+        "_page_keys",
+        "_page_keys_size",
+        "namespace",
+        "overlap",
+        "root_prefix",
+    )
 
     def __init__(
-        self, tokens: Any, extra_key: str | None = None, cache_salt: str | None = None, is_bigram: bool = False
+        self,
+        tokens: Any,
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+        is_bigram: bool = False,
     ) -> None:
         self._data = tokens_to_bytes(tokens)
         self._appended: array[int] | None = None
@@ -96,7 +109,9 @@ class RadixKey:
     def append(self, token: int) -> None:
         """Add one token; amortised O(1)."""
         if not 0 <= token <= MAX_TOKEN:
-            raise ValueError(f"token id {token} at position {self.num_tokens} is outside u32 (0 .. {MAX_TOKEN})")
+            raise ValueError(
+                f"token id {token} at position {self.num_tokens} is outside u32 (0 .. {MAX_TOKEN})"
+            )
         if self._appended is None:
             self._appended = array("q")
         self._appended.append(token)
@@ -108,21 +123,26 @@ class RadixKey:
     def truncate(self, num_tokens: int) -> None:
         """Drop all tokens from `num_tokens` on."""
         if not 0 <= num_tokens <= self.num_tokens:
-            raise ValueError(f"cannot truncate to {num_tokens} tokens: the key has {self.num_tokens}")
+            raise ValueError(
+                f"cannot truncate to {num_tokens} tokens: the key has {self.num_tokens}"
+            )
         self._data = self.data[: num_tokens * TOKEN_BYTES]
         if self._page_keys:
             self._page_keys = self._page_keys[: len(self) // self._page_keys_size]
 
     def child_key(self, start: int, page_size: int) -> bytes:
-        """The key under which a child that begins at unit `start` hangs: its own first page (semantics §2.6).
+        """The key under which a child that begins at unit `start` hangs: its own first page
+        (semantics §2.6).
 
-        Below the root the namespace goes in front, so one tree holds all namespaces and they meet only at the root.
+        Below the root the namespace goes in front, so one tree holds all namespaces and they meet
+        only at the root.
         """
         page = self.data[start * TOKEN_BYTES : (start + page_size) * TOKEN_BYTES + self.overlap]
         return page if start else self.root_prefix + page
 
     def page_keys(self, page_size: int, count: int | None = None) -> list[bytes]:
-        """The first `count` page keys (None: of all whole pages), 32 bytes each; computed once, then remembered.
+        """The first `count` page keys (None: of all whole pages), 32 bytes each; computed once,
+        then remembered.
 
         Hashing is done here and now: a caller on an event loop asks for a few more at a time.
         """
@@ -176,9 +196,11 @@ def tokens_to_bytes(tokens: Any, position: int = 0) -> bytes:
 def hash_pages(
     tokens: npt.NDArray[np.int64], page_size: int, previous: bytes, *, is_bigram: bool = False
 ) -> list[bytes]:
-    """The chain over whole pages: `sha256(previous digest + the page's tokens as u32 LE)`, from `previous` on.
+    """The chain over whole pages: `sha256(previous digest + the page's tokens as u32 LE)`, from
+    `previous` on.
 
-    A bigram page hashes both tokens of each pair; `tokens` then has one more entry than there are units.
+    A bigram page hashes both tokens of each pair; `tokens` then has one more entry than there are
+    units.
     """
     words = tokens.astype("<u4")
     width = page_size
@@ -195,7 +217,8 @@ def hash_pages(
 
 
 def namespace_seed(namespace: Namespace) -> bytes:
-    """What the chain of a namespace starts from: nothing for the default one, so that its keys are the ecosystem's."""
+    """What the chain of a namespace starts from: nothing for the default one, so that its keys are
+    the ecosystem's."""
     if not namespace.extra_key and not namespace.cache_salt:
         return b""
     parts = [NAMESPACE_TAG]
@@ -212,8 +235,8 @@ NO_KEYS: Final[list[bytes]] = []
 def _root_prefix(namespace: Namespace) -> bytes:
     """What keeps namespaces apart below the root: a tag for the kind, then the seed.
 
-    Tags make the lengths differ modulo the token size, and where they cannot, the first byte does; so no two
-    namespaces give equal keys, whatever the page size.
+    Tags make the lengths differ modulo the token size, and where they cannot, the first byte does;
+    so no two namespaces give equal keys, whatever the page size.
     """
     seed = namespace_seed(namespace)
     return bytes([1 + namespace.is_bigram + 2 * bool(seed)]) + seed
@@ -226,13 +249,17 @@ def _checked_namespace(extra_key: Any, cache_salt: Any, is_bigram: bool) -> Name
         try:
             (value or "").encode()
         except UnicodeEncodeError:
-            raise ValueError(f"{name} is not valid Unicode: it holds an unpaired surrogate") from None
+            raise ValueError(
+                f"{name} is not valid Unicode: it holds an unpaired surrogate"
+            ) from None
     return Namespace(extra_key or "", cache_salt or "", bool(is_bigram))
 
 
 def _array_to_bytes(tokens: npt.NDArray[Any], position: int) -> bytes:
     if tokens.ndim != 1:
-        raise ValueError(f"tokens must be one-dimensional, not of shape {tokens.shape}: one key is one sequence")
+        raise ValueError(
+            f"tokens must be one-dimensional, not of shape {tokens.shape}: one key is one sequence"
+        )
     if tokens.dtype.kind not in "iu":
         raise TypeError(f"tokens must be integers, not {tokens.dtype}")
     if tokens.dtype == np.uint64 and tokens.size and tokens.max() > MAX_TOKEN:
@@ -250,7 +277,9 @@ def _sequence_to_bytes(tokens: Any, position: int) -> bytes:
     except (OverflowError, TypeError):
         for at, token in enumerate(tokens):
             if not hasattr(token, "__index__"):
-                raise TypeError(f"token at position {position + at} is a {type(token).__name__}, not an int") from None
+                raise TypeError(
+                    f"token at position {position + at} is a {type(token).__name__}, not an int"
+                ) from None
             if not 0 <= int(token) <= MAX_TOKEN:
                 raise _outside_u32(int(token), position + at) from None
         raise

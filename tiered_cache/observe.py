@@ -1,8 +1,8 @@
 """The one observer seam: a sync callback at every commit beat.
 
-Metrics, KV events, tracing and tests hang here. An observer is told after the fact, on the loop's thread, between two
-consistent states; it must not call back into the cache. An observer that raises is dropped with a log line: what looks
-on never breaks what it looks at.
+Metrics, KV events, tracing and tests hang here. An observer is told after the fact, on the loop's
+thread, between two consistent states; it must not call back into the cache. An observer that raises
+is dropped with a log line: what looks on never breaks what it looks at.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class EventKind(Enum):
 
 @dataclass(slots=True)
 class Event:
-    """One event. `component`, `tier` and `node` for STORED and REMOVED; `lease_id` and `tokens` for a lease's own.
+    """One event. `component`, `tier` and `node` for STORED and REMOVED; `lease_id` and `tokens` for
+    a lease's own.
 
     `node` is valid during the call only; its page keys come from `RadixTree.page_keys(node)`.
     """

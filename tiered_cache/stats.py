@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """Where the pages of one component on one tier are; the parts add up to `capacity` (semantics §2.4).
+    """Where the pages of one component on one tier are; the parts add up to `capacity` (semantics
+    §2.4).
 
-    `private`: taken by leases and not published. `quarantined`: given up, but a run may still touch them.
+    `private`: taken by leases and not published. `quarantined`: given up, but a run may still touch
+    them.
     `unspent`: promised to admitted leases and not taken yet (part of free and evictable).
     """
 
@@ -24,7 +26,8 @@ class PoolStats:
 
 @dataclass(slots=True)
 class Counters:
-    """What has happened since the cache was opened. The library's own, live record; `CacheStats` holds a copy."""
+    """What has happened since the cache was opened. The library's own, live record; `CacheStats`
+    holds a copy."""
 
     leases_granted: int = 0
     leases_released: int = 0

@@ -1,10 +1,11 @@
 """Words that every room shares: tiers, ids, and the parameters and results of tree operations.
 
-Lengths and depths are in tokens, ids and counts of ids in pages (state slots for recurrent state) unless a name says
-otherwise. A tuple with one entry per component is ordered by the component's dense index.
+Lengths and depths are in tokens, ids and counts of ids in pages (state slots for recurrent state)
+unless a name says otherwise. A tuple with one entry per component is ordered by the component's
+dense index.
 
-Parameter and result classes are slotted but not frozen: they are made several times per request, and freezing costs
-as much as a tree step (design §9). Treat them as values.
+Parameter and result classes are slotted but not frozen: they are made several times per request,
+and freezing costs as much as a tree step (design §9). Treat them as values.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Tier(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """Isolation of reuse (semantics §1.6): two namespaces never share a page in any tier, key or event.
+    """Isolation of reuse (semantics §1.6): two namespaces never share a page in any tier, key or
+    event.
 
     `""` stands for absent, and equals `None` wherever a user writes it.
     """
@@ -50,10 +52,11 @@ class Namespace:
 
 
 class Boundary(NamedTuple):
-    """A depth of a path, as (node, absolute depth): a place inside a node's edge, until someone needs it cut.
+    """A depth of a path, as (node, absolute depth): a place inside a node's edge, until someone
+    needs it cut.
 
-    `node` is the node that contained the depth when the boundary was made. Splits put new nodes above it, so whoever
-    uses a boundary walks up from it (semantics §3.2).
+    `node` is the node that contained the depth when the boundary was made. Splits put new nodes
+    above it, so whoever uses a boundary walks up from it (semantics §3.2).
     """
 
     node: Node
@@ -70,10 +73,11 @@ class MatchPrefixParams:
 
 @dataclass(slots=True)
 class MatchResult:
-    """The longest reusable prefix per tier (semantics §3.5). Holds nothing: lock a boundary to keep it.
+    """The longest reusable prefix per tier (semantics §3.5). Holds nothing: lock a boundary to keep
+    it.
 
-    `device_length`: tokens on the device. `best_length`: tokens on device or host. `full_hit_length`: tokens walked,
-    whatever the other components say.
+    `device_length`: tokens on the device. `best_length`: tokens on device or host.
+    `full_hit_length`: tokens walked, whatever the other components say.
     """
 
     device_node: Node
@@ -98,9 +102,11 @@ class MatchResult:
 
     @property
     def pages(self) -> tuple[PageIds, ...]:
-        """Per component, the device page ids of `[0, device_length)`, read-only int32, one per page (−1: none).
+        """Per component, the device page ids of `[0, device_length)`, read-only int32, one per page
+        (−1: none).
 
-        Read from the tree now, so read them before anything else happens, or lock the boundary first.
+        Read from the tree now, so read them before anything else happens, or lock the boundary
+        first.
 
         Raises:
             StaleError: the boundary has been evicted since.
@@ -112,12 +118,14 @@ class MatchResult:
 class InsertParams:
     """What a request publishes (semantics §5.1).
 
-    `pages`: per component, page ids of `[0, length)`, int32, one per whole page (−1: this component has none there).
+    `pages`: per component, page ids of `[0, length)`, int32, one per whole page (−1: this component
+    has none there).
     `length`: tokens to publish, floored to pages (None: the whole key).
     `prev_prefix_len`: tokens whose pages the tree owns already: never freed, never adopted.
     `inserted_len`: tokens that this request has counted as a hit before (semantics §5.8).
     `swa_evicted_seqlen`: tokens whose window pages the request has given up.
-    `prompt_len`: make a boundary here, so that generated tokens can be evicted first (semantics §5.9).
+    `prompt_len`: make a boundary here, so that generated tokens can be evicted first (semantics
+    §5.9).
     """
 
     key: RadixKey
@@ -134,11 +142,14 @@ class InsertParams:
 class InsertResult:
     """What became of the caller's pages.
 
-    `boundary` (`node`, `length`): the end of what is published; lock it. `prefix_len`: tokens that were on the device before.
-    `first_changed`: depth from which the tree's pages may differ from the caller's (the published length when none
-    does): from there on use the canonical ones, `RadixTree.pages(boundary, first_changed)`.
-    `duplicates`: per component, the caller's ids that the tree did not take. They are the caller's to give back, after
-    the last run that uses them. `mamba_exist`: the caller's state slot was not taken.
+    `boundary` (`node`, `length`): the end of what is published; lock it. `prefix_len`: tokens that
+    were on the device before.
+    `first_changed`: depth from which the tree's pages may differ from the caller's (the published
+    length when none does): from there on use the canonical ones, `RadixTree.pages(boundary,
+    first_changed)`.
+    `duplicates`: per component, the caller's ids that the tree did not take. They are the caller's
+    to give back, after the last run that uses them. `mamba_exist`: the caller's state slot was not
+    taken.
     """
 
     node: Node
@@ -155,9 +166,11 @@ class InsertResult:
 
 @dataclass(slots=True)
 class EvictResult:
-    """What eviction gave up. `device` and `host`: per component, ids to give back to that tier's allocator.
+    """What eviction gave up. `device` and `host`: per component, ids to give back to that tier's
+    allocator.
 
-    `dropped_tokens`: tokens whose last copy is gone; the rest of the victims' tokens live on in a lower tier.
+    `dropped_tokens`: tokens whose last copy is gone; the rest of the victims' tokens live on in a
+    lower tier.
     """
 
     device: tuple[PageIds, ...]
@@ -184,7 +197,8 @@ class Hits:
 
 @dataclass(frozen=True, slots=True)
 class Outstanding:
-    """One thing that somebody still holds: what, who, for how long (seconds), and what of each component (pages)."""
+    """One thing that somebody still holds: what, who, for how long (seconds), and what of each
+    component (pages)."""
 
     kind: str
     owner: str

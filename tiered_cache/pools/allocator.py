@@ -1,7 +1,7 @@
 """Which page ids of a component's pools on one tier are free.
 
-A numpy stack: taking and giving back are one slice each, however many. Ids come out in rising runs, and what is given
-back as a run goes out as one.
+A numpy stack: taking and giving back are one slice each, however many. Ids come out in rising runs,
+and what is given back as a run goes out as one.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class PageAllocator:
 
     Args:
         capacity: pages (or state slots) that there are.
-        check: keep a bitmap and refuse double frees and foreign ids. Costs more than the allocation itself, so it is
-            for tests and for hunting a bug.
+        check: keep a bitmap and refuse double frees and foreign ids. Costs more than the allocation
+            itself, so it is for tests and for hunting a bug.
     """
 
     __slots__ = ("_is_free", "_num_free", "_stack", "capacity")
@@ -55,14 +55,16 @@ class PageAllocator:
         """Take ids back.
 
         Raises:
-            IntegrityError: more than there are; in check mode also an id that is free already or none of ours.
+            IntegrityError: more than there are; in check mode also an id that is free already or
+                none of ours.
         """
         num_pages = len(ids)
         if not num_pages:
             return
         if self._num_free + num_pages > self.capacity:
             raise IntegrityError(
-                f"{num_pages} pages given back to a pool of {self.capacity} that has {self._num_free} free already"
+                f"{num_pages} pages given back to a pool of {self.capacity} "
+                f"that has {self._num_free} free already"
             )
         if self._is_free is not None:
             self._check_owned(ids)
@@ -74,12 +76,16 @@ class PageAllocator:
         """A copy of the free ids (for checks)."""
         return self._stack[: self._num_free].copy()
 
-    def reset(self) -> None:
-        """All ids are free again."""
-        self._stack[:] = np.arange(self.capacity - 1, -1, -1, dtype=np.int32)
-        self._num_free = self.capacity
+    def reset(self, taken: PageIds | None = None) -> None:
+        """All ids are free again, but those `taken`."""
+        is_free = np.ones(self.capacity, dtype=bool)
+        if taken is not None:
+            is_free[taken] = False
+        ids = np.flatnonzero(is_free)
+        self._num_free = len(ids)
+        self._stack[: len(ids)] = ids[::-1]
         if self._is_free is not None:
-            self._is_free[:] = True
+            self._is_free = is_free
 
     def _check_owned(self, ids: PageIds) -> None:
         assert self._is_free is not None

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 class Reservation:
     """Beat two of four: `with Reservation(allocator, n) as reservation: … reservation.keep()`.
 
-    `ids` is None when the pool was short. Leaving the block without `keep` gives the ids back, whatever ended it.
+    `ids` is None when the pool was short. Leaving the block without `keep` gives the ids back,
+    whatever ended it.
     """
 
     __slots__ = ("_allocator", "_kept", "ids")
@@ -34,6 +35,11 @@ class Reservation:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self.ids is not None and not self._kept:
             self._allocator.free(self.ids)

@@ -1,4 +1,5 @@
-"""Proof of the tree's invariants (semantics §2), by recomputing everything that is kept incrementally."""
+"""Proof of the tree's invariants (semantics §2), by recomputing everything that is kept
+incrementally."""
 
 from __future__ import annotations
 
@@ -55,13 +56,18 @@ def _check_node(tree: RadixTree, node: Node, faults: list[str]) -> None:
     elif node.child_key != page or parent.namespace != node.namespace:
         fail("hangs under another key than its first page gives")
     base = node.data[BASE]
-    if node.device_children != sum(child.data[BASE].value is not None for child in node.children.values()):
+    if node.device_children != sum(
+        child.data[BASE].value is not None for child in node.children.values()
+    ):
         fail(f"counts {node.device_children} children on the device")
     if node.live_children != sum(_is_live(child) for child in node.children.values()):
         fail(f"counts {node.live_children} live children")
     if not _is_live(node) and not node.children and not base.lock_ref and not base.host_lock_ref:
         fail("stands for nothing and should be gone")
-    if node.page_keys is not None and len(node.page_keys) != (node.end - parent.end) // tree.page_size:
+    if (
+        node.page_keys is not None
+        and len(node.page_keys) != (node.end - parent.end) // tree.page_size
+    ):
         fail(f"has {len(node.page_keys)} page keys")
     for component, data in zip(tree.components, node.data, strict=True):
         if min(data.lock_ref, data.host_lock_ref) < 0:
@@ -75,13 +81,21 @@ def _check_sizes(tree: RadixTree, nodes: list[Node], faults: list[str]) -> None:
     for component in tree.components:
         parts = [node.data[component.index] for node in nodes]
         device = [(len(data.value), data.lock_ref) for data in parts if data.value is not None]
-        host = [(len(data.host_value), data.host_lock_ref) for data in parts if data.host_value is not None]
-        for name, sizes, found in (("device", component.device, device), ("host", component.host, host)):
+        host = [
+            (len(data.host_value), data.host_lock_ref)
+            for data in parts
+            if data.host_value is not None
+        ]
+        for name, sizes, found in (
+            ("device", component.device, device),
+            ("host", component.host, host),
+        ):
             evictable = sum(pages for pages, locks in found if not locks)
             protected = sum(pages for pages, locks in found if locks)
             if (sizes.evictable, sizes.protected) != (evictable, protected):
                 faults.append(
-                    f"{component.id} on the {name} counts {sizes.evictable} evictable and {sizes.protected} protected "
+                    f"{component.id} on the {name} counts {sizes.evictable} evictable and "
+                    f"{sizes.protected} protected "
                     f"pages, the nodes have {evictable} and {protected}"
                 )
 
@@ -95,7 +109,10 @@ def _check_owners(tree: RadixTree, nodes: list[Node], faults: list[str]) -> None
                 value = data.value if tier is Tier.DEVICE else data.host_value
                 for page in value.tolist() if value is not None else ():
                     if page in seen:
-                        faults.append(f"{component.id} page {page} on the {tier.value} has two owners: {seen[page]!r}, {node!r}")
+                        faults.append(
+                            f"{component.id} page {page} on the {tier.value} has two owners: "
+                            f"{seen[page]!r}, {node!r}"
+                        )
                     seen[page] = node
 
 
@@ -128,9 +145,11 @@ def _check_locks(tree: RadixTree, nodes: list[Node], faults: list[str]) -> None:
                 node = node.parent
             if node is not tree.root:
                 faults.append(f"{receipt!r} holds a node that is gone")
-    for node in nodes:
-        if node.data[BASE].lock_ref != held.get(node, 0):
-            faults.append(f"{node!r} has other locks than the {held.get(node, 0)} receipts that are out")
+    faults += [
+        f"{node!r} has other locks than the {held.get(node, 0)} receipts that are out"
+        for node in nodes
+        if node.data[BASE].lock_ref != held.get(node, 0)
+    ]
 
 
 def _is_live(node: Node) -> bool:

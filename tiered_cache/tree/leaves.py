@@ -1,29 +1,33 @@
-"""Which nodes may be given up next, per tier: the leaf predicates of semantics §8.1 and their orders.
+"""Which nodes may be given up next, per tier: the leaf predicates of semantics §8.1 and their
+orders.
 
-A leaf goes whole, so only leaves are candidates; an internal node becomes one when the last child below it has gone.
-Both predicates are O(1) (a node counts its children), and `refresh` is called wherever one of their inputs changes.
+A leaf goes whole, so only leaves are candidates; an internal node becomes one when the last child
+below it has gone. Both predicates are O(1) (a node counts its children), and `refresh` is called
+wherever one of their inputs changes.
 
-Changes of an order are noted and settled a little later: at the latest when `MAX_UNSETTLED` nodes wait, or when somebody
-looks. A request touches, locks, extends and unlocks the same leaf within microseconds; settled together that is one
-change of the order, or none.
+Changes of an order are noted and settled a little later: at the latest when `MAX_UNSETTLED` nodes
+wait, or when somebody looks. A request touches, locks, extends and unlocks the same leaf within
+microseconds; settled together that is one change of the order, or none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 from tiered_cache.tree.policies import BASE
 from tiered_cache.types import Tier
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tiered_cache.tree.node import Node
     from tiered_cache.tree.policies import EvictionPolicy
 
 DEVICE: Final = Tier.DEVICE  # looking an enum member up costs as much as a tree step
 
 MAX_UNSETTLED: Final = 16
-"""Nodes whose place may be out of date: what bounds the longest call (50 µs here), however many were touched."""
+"""Nodes whose place may be out of date: what bounds the longest call (50 µs here), however many
+were touched."""
 
 
 class LeafSets:
@@ -45,7 +49,9 @@ class LeafSets:
             if data.value is not None:
                 if node.device_children == 0:
                     wanted = self.device
-            elif data.host_value is not None and data.host_lock_ref == 0 and node.live_children == 0:
+            elif (
+                data.host_value is not None and data.host_lock_ref == 0 and node.live_children == 0
+            ):
                 wanted = self.host
         if data.queue is not wanted:
             data.queue = wanted

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class Receipt:
     """Proof of one acquisition. Compared by identity: equal contents do not open a lock.
 
-    `node` is the end of what is locked and `depth` its end; splits leave both true. `parts`: per component, what its
-    release needs (None: given back early, or never taken).
+    `node` is the end of what is locked and `depth` its end; splits leave both true. `parts`: per
+    component, what its release needs (None: given back early, or never taken).
     """
 
     __slots__ = ("depth", "epoch", "node", "parts", "tier")
@@ -32,7 +32,8 @@ class Receipt:
 
 
 class ReceiptBook:
-    """All receipts that are out. A receipt that is not in the book opens nothing, whoever made it."""
+    """All receipts that are out. A receipt that is not in the book opens nothing, whoever made
+    it."""
 
     __slots__ = ("_live", "epoch")
 
@@ -48,11 +49,13 @@ class ReceiptBook:
     def check(self, receipt: Receipt, tier: Tier) -> None:
         """Raise unless the receipt is out and of this tier; nothing changes."""
         if receipt not in self._live:
-            if isinstance(receipt, Receipt) and receipt.epoch < self.epoch:
-                raise StaleError("this receipt is from before a reset(): what it locked is gone, there is nothing to release")
+            if receipt.epoch < self.epoch:
+                raise StaleError("this receipt is from before a reset(): what it locked is gone")
             raise LockError("this receipt was released before, or is not from this tree")
         if receipt.tier is not tier:
-            raise LockError(f"this receipt locks the {receipt.tier.value} tier, not the {tier.value} tier")
+            raise LockError(
+                f"this receipt locks the {receipt.tier.value} tier, not the {tier.value} tier"
+            )
 
     def redeem(self, receipt: Receipt, tier: Tier) -> None:
         self.check(receipt, tier)

@@ -12,9 +12,10 @@ if TYPE_CHECKING:
 class ComponentData:
     """One component's part of one node: where it is, who holds it, how old it is.
 
-    `value`, `host_value`: page ids on the device and on the host (None: not there). The arrays are read-only and own
-    their memory. `stamp`: last access, by the tree's operation counter. `queue`: the eviction order that the part
-    belongs in, if any; `listed`: the one it stands in until the orders are settled, `unsettled` meanwhile.
+    `value`, `host_value`: page ids on the device and on the host (None: not there). The arrays are
+    read-only and own their memory. `stamp`: last access, by the tree's operation counter. `queue`:
+    the eviction order that the part belongs in, if any; `listed`: the one it stands in until the
+    orders are settled, `unsettled` meanwhile.
     `stored`: a belief that storage has it (semantics §8.4).
     """
 
@@ -45,9 +46,10 @@ class ComponentData:
 class Node:
     """A vertex with the edge that leads to it.
 
-    `key`: the edge's tokens as bytes (see `RadixKey.data`); `end`: absolute depth of its last token + 1, which no split
-    ever changes; `child_key`: the key under which it hangs in `parent.children`. `device_children`, `live_children`:
-    how many children have a base value on the device, and on any tier; they make the leaf predicates O(1).
+    `key`: the edge's tokens as bytes (see `RadixKey.data`); `end`: absolute depth of its last token
+    + 1, which no split ever changes; `child_key`: the key under which it hangs in
+    `parent.children`. `device_children`, `live_children`: how many children have a base value on
+    the device, and on any tier; they make the leaf predicates O(1).
     """
 
     __slots__ = (
@@ -100,7 +102,13 @@ class Node:
     def __repr__(self) -> str:
         parts = []
         for data in self.data:
-            tiers = ("D" if data.value is not None else "-") + ("H" if data.host_value is not None else "-")
-            locks = f" lock {data.lock_ref}/{data.host_lock_ref}" if data.lock_ref or data.host_lock_ref else ""
+            tiers = ("D" if data.value is not None else "-") + (
+                "H" if data.host_value is not None else "-"
+            )
+            locks = (
+                f" lock {data.lock_ref}/{data.host_lock_ref}"
+                if data.lock_ref or data.host_lock_ref
+                else ""
+            )
             parts.append(tiers + locks)
         return f"<Node [{self.start}:{self.end}) {', '.join(parts)}, {self.hit_count} hits>"

@@ -1,7 +1,8 @@
 """An order of nodes: insert, move, remove and take the first, each O(log n) whatever is in it.
 
-Sorted chunks (`sortedcontainers`) of plain ranks. A heap that is refreshed or rebuilt would make one unlucky eviction
-pay for all touches since the last (79 ms at 10⁵ leaves, measured), and a linked list can keep only one order.
+Sorted chunks (`sortedcontainers`) of plain ranks. A heap that is refreshed or rebuilt would make
+one unlucky eviction pay for all touches since the last (79 ms at 10⁵ leaves, measured), and a
+linked list can keep only one order.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ Rank = Callable[["Node"], Any]
 class Order:
     """Nodes sorted by `rank`, which must differ for any two nodes.
 
-    A node stays where its rank was when it was last inserted or moved, so a rank may change before `move` is called.
+    A node stays where its rank was when it was last inserted or moved, so a rank may change before
+    `move` is called.
     """
 
     __slots__ = ("_nodes", "_rank", "_rank_of", "_ranks")

@@ -1,17 +1,19 @@
-"""Eviction policies: objects that own the order in which the leaves of one tier are given up (semantics §7.6).
+"""Eviction policies: objects that own the order in which the leaves of one tier are given up
+(semantics §7.6).
 
-All of today's are a sorted order by a rank; one with an index of its own (learned from ages and past hits) implements
-`EvictionPolicy` and stands beside them.
+All of today's are a sorted order by a rank; one with an index of its own (learned from ages and
+past hits) implements `EvictionPolicy` and stands beside them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final, Protocol
 
 from tiered_cache.tree.order import Order, Rank
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from tiered_cache.tree.node import Node
 
 BASE: Final = 0
@@ -25,11 +27,13 @@ SLRU_THRESHOLD: Final = 2
 
 
 class EvictionPolicy(Protocol):
-    """The order of one tier's leaves. Every operation is O(log n) in the worst case, however many are locked.
+    """The order of one tier's leaves. Every operation is O(log n) in the worst case, however many
+    are locked.
 
-    The tree calls `insert` when a node becomes a leaf, `remove` when it is none any more, `touch` when its age, hits or
-    priority may have changed (several changes may be told as one), and takes victims with `first`. Iteration goes from
-    the first victim to the last. `is_in_place` is for the checker: whether the node stands where it should.
+    The tree calls `insert` when a node becomes a leaf, `remove` when it is none any more, `touch`
+    when its age, hits or priority may have changed (several changes may be told as one), and takes
+    victims with `first`. Iteration goes from the first victim to the last. `is_in_place` is for the
+    checker: whether the node stands where it should.
     """
 
     name: str
@@ -65,12 +69,15 @@ def make_policy(policy: str | Callable[[], EvictionPolicy]) -> EvictionPolicy:
     if not isinstance(policy, str):
         return policy()
     if policy not in RANKS:
-        raise ValueError(f"unknown eviction policy {policy!r}; choose one of {', '.join(sorted(RANKS))}")
+        raise ValueError(
+            f"unknown eviction policy {policy!r}; choose one of {', '.join(sorted(RANKS))}"
+        )
     return SortedPolicy(policy, RANKS[policy])
 
 
 def recency(node: Node) -> int:
-    """(access stamp, depth) as one int: unique, because a stamp belongs to the nodes of one path."""
+    """(access stamp, depth) as one int: unique, because a stamp belongs to the nodes of one
+    path."""
     return node.data[BASE].stamp << DEPTH_BITS | node.end
 
 

@@ -1,15 +1,15 @@
 """The radix tree: one index over all tiers and all kinds of state.
 
-It decides and does not wait: every method is a plain function and leaves the tree consistent, so on one event loop each
-is atomic. It owns nodes, edges, locks, ages and leaf sets. It never touches a buffer and never allocates: it is given
-page ids and gives page ids back, for the caller to return to the allocators.
+It decides and does not wait: every method is a plain function and leaves the tree consistent, so on
+one event loop each is atomic. It owns nodes, edges, locks, ages and leaf sets. It never touches a
+buffer and never allocates: it is given page ids and gives page ids back, for the caller to return
+to the allocators.
 
 Rules are numbered in the project's semantics; the numbers in comments are theirs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -35,6 +35,8 @@ from tiered_cache.types import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
     from tiered_cache.observe import Observer
 
 DEVICE: Final = Tier.DEVICE  # looking an enum member up costs as much as a tree step
@@ -47,10 +49,11 @@ class RadixTree:
     """A prefix index in whole pages of `page_size` tokens.
 
     Args:
-        components: kinds of state, in eviction order (the first is the base: where it is on no tier, nothing is).
+        components: kinds of state, in eviction order (the first is the base: where it is on no
+            tier, nothing is).
         page_size: P, tokens per page.
-        policy, host_policy: which leaf goes first, on the device and on the host: a name (lru, lfu, fifo, mru, filo,
-            priority, slru), or what makes an `EvictionPolicy` of your own.
+        policy, host_policy: which leaf goes first, on the device and on the host: a name (lru, lfu,
+            fifo, mru, filo, priority, slru), or what makes an `EvictionPolicy` of your own.
         observers: told of every residency gained or lost.
     """
 
@@ -89,7 +92,7 @@ class RadixTree:
     def _new_data(self, stamp: int) -> tuple[ComponentData, ...]:
         return tuple([ComponentData(stamp) for _ in self.components])
 
-    # --- match ------------------------------------------------------------------------------------------------------
+    # --- match ------------------------------------------------------------------------------------
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """The longest reusable prefix per tier. Changes ages and nothing else.
@@ -112,7 +115,8 @@ class RadixTree:
         device_node = device_path[-1] if device_path else self.root
         if not path:
             return MatchResult(device_node, device_length, self.root, 0, full_depth, self)
-        # 3.6: the path to the best boundary is used; a node that matched in part only is left as it is.
+        # 3.6: the path to the best boundary is used; a node that matched in part only is left as it
+        # is.
         self._stamp += 1
         best_node = path[-1]
         used = path if best_node.end == best_length else path[:-1]
@@ -121,9 +125,10 @@ class RadixTree:
         return MatchResult(device_node, device_length, best_node, best_length, full_depth, self)
 
     def match_deeper(self, receipt: Receipt, key: RadixKey, limit: int) -> Boundary | None:
-        """The deepest device boundary of `key[:limit]` below a held one, or None: what others have published since.
+        """The deepest device boundary of `key[:limit]` below a held one, or None: what others have
+        published since.
 
-        Not an access: the caller locks what it takes, which touches it.
+        Dates nothing: whoever takes it calls `count_hits`.
         """
         if not receipt.node.children:
             return None
@@ -134,7 +139,8 @@ class RadixTree:
         return Boundary(path[-1], depth) if depth > receipt.depth else None
 
     def _walk(self, node: Node, key: RadixKey, length: int) -> tuple[list[Node], int]:
-        """The nodes below `node` that `key[:length]` passes, and the depth it reaches; the last may match in part."""
+        """The nodes below `node` that `key[:length]` passes, and the depth it reaches; the last may
+        match in part."""
         data, overlap = key.data, key.overlap
         step = self._page_bytes + overlap
         path: list[Node] = []
@@ -163,7 +169,8 @@ class RadixTree:
         return (num_bytes - overlap) // self._page_bytes * self.page_size
 
     def _agree(self, path: list[Node], depth: int, device_only: bool) -> tuple[list[Node], int]:
-        """`path` and `depth`, shortened to the deepest boundary that suits every component (3.3)."""
+        """`path` and `depth`, shortened to the deepest boundary that suits every component
+        (3.3)."""
         count = len(path)
         while count:
             agreed = count
@@ -176,10 +183,11 @@ class RadixTree:
             count = agreed
         return (path if count == len(path) else path[:count]), depth
 
-    # --- insert -----------------------------------------------------------------------------------------------------
+    # --- insert -----------------------------------------------------------------------------------
 
     def insert(self, params: InsertParams) -> InsertResult:
-        """Publish what a request has computed. Adopts what the tree lacks, reports the rest as duplicates.
+        """Publish what a request has computed. Adopts what the tree lacks, reports the rest as
+        duplicates.
 
         Raises:
             ValueError: lengths or page arrays that do not fit the key.
@@ -191,7 +199,11 @@ class RadixTree:
         path: list[Node] = []
         node, depth = self.root, 0
         data, overlap = key.data, key.overlap
-        step, inserted_len, priority = self._page_bytes + overlap, params.inserted_len, params.priority
+        step, inserted_len, priority = (
+            self._page_bytes + overlap,
+            params.inserted_len,
+            params.priority,
+        )
         owned = params.prev_prefix_len
         while depth < length:
             at = depth * TOKEN_BYTES
@@ -236,16 +248,25 @@ class RadixTree:
         num_pages = length // self.page_size
         length = num_pages * self.page_size
         if len(params.pages) != len(self.components):
-            raise ValueError(f"pages has {len(params.pages)} arrays, the tree has {len(self.components)} components")
+            raise ValueError(
+                f"{len(params.pages)} page arrays for {len(self.components)} components"
+            )
         for pages in params.pages:
             if len(pages) < num_pages:
-                raise ValueError(f"{len(pages)} page ids for the {num_pages} pages of {length} tokens")
+                raise ValueError(
+                    f"{len(pages)} page ids for the {num_pages} pages of {length} tokens"
+                )
         if params.prev_prefix_len < 0 or params.prev_prefix_len % self.page_size:
-            raise ValueError(f"prev_prefix_len must be whole pages of {self.page_size}, not {params.prev_prefix_len}")
+            raise ValueError(
+                f"prev_prefix_len {params.prev_prefix_len} is not whole pages of {self.page_size}"
+            )
         return length
 
-    def _add_leaf(self, path: list[Node], parent: Node, start: int, stop: int, insertion: Insertion) -> None:
-        """Hang `[start, stop)` below `parent`, cut where a component or the prompt's end wants a boundary."""
+    def _add_leaf(
+        self, path: list[Node], parent: Node, start: int, stop: int, insertion: Insertion
+    ) -> None:
+        """Hang `[start, stop)` below `parent`, cut where a component or the prompt's end wants a
+        boundary."""
         params = insertion.params
         key = params.key
         data, overlap, step = key.data, key.overlap, self._page_bytes + key.overlap
@@ -254,7 +275,9 @@ class RadixTree:
             child_key = data[at : at + step] if start else key.root_prefix + data[:step]
             edge = data[at : end * TOKEN_BYTES + overlap]
             fresh = self._new_data(self._stamp)
-            leaf = Node(edge, child_key, end, parent, key.namespace, fresh, self._stamp, params.priority)
+            leaf = Node(
+                edge, child_key, end, parent, key.namespace, fresh, self._stamp, params.priority
+            )
             leaf.hit_count = 1 if end > params.inserted_len else 0
             parent.children[child_key] = leaf
             self.num_nodes += 1
@@ -274,14 +297,24 @@ class RadixTree:
         return ends if len(ends) == 1 else sorted({end for end in ends if start < end <= stop})
 
     def _split_node(self, child: Node, depth: int) -> Node:
-        """Cut `child` at `depth`: a new parent takes the front, the child keeps its identity (4)."""
+        """Cut `child` at `depth`: a new parent takes the front, the child keeps its identity
+        (4)."""
         parent = child.parent
         assert parent is not None, "the root has no edge"
         cut = depth - parent.end
         overlap = TOKEN_BYTES if child.namespace.is_bigram else 0
         edge = child.key[: cut * TOKEN_BYTES + overlap]
         data = self._new_data(0)
-        upper = Node(edge, child.child_key, depth, parent, child.namespace, data, child.created, child.priority)
+        upper = Node(
+            edge,
+            child.child_key,
+            depth,
+            parent,
+            child.namespace,
+            data,
+            child.created,
+            child.priority,
+        )
         upper.hit_count = child.hit_count
         child.key = child.key[cut * TOKEN_BYTES :]
         child.child_key = child.key[: self._page_bytes + overlap]
@@ -290,13 +323,16 @@ class RadixTree:
         parent.children[upper.child_key] = upper
         num_pages = cut // self.page_size
         if child.page_keys is not None:
-            upper.page_keys, child.page_keys = child.page_keys[:num_pages], child.page_keys[num_pages:]
+            upper.page_keys, child.page_keys = (
+                child.page_keys[:num_pages],
+                child.page_keys[num_pages:],
+            )
         self.num_nodes += 1
         for component in self.components:
             component.redistribute_on_node_split(upper, child, num_pages)
         return upper
 
-    # --- locks ------------------------------------------------------------------------------------------------------
+    # --- locks ------------------------------------------------------------------------------------
 
     def inc_lock_ref(self, boundary: Boundary) -> Receipt:
         """Hold the device state of a prefix, cutting its last node where the prefix ends (3.2, 6).
@@ -310,7 +346,8 @@ class RadixTree:
         """Give a device lock back.
 
         Raises:
-            LockError: released before, or foreign: nothing changes. StaleError: from before a `reset()`.
+            LockError: released before, or foreign: nothing changes. StaleError: from before a
+                `reset()`.
         """
         self._release(receipt, DEVICE)
 
@@ -327,7 +364,9 @@ class RadixTree:
         """Give one component's part of a lock up early; the full release skips it (6.1)."""
         self.receipts.check(receipt, receipt.tier)
         if receipt.parts[component] is not None:
-            self.components[component].release_component_lock(receipt.node, receipt.tier, receipt.parts[component])
+            self.components[component].release_component_lock(
+                receipt.node, receipt.tier, receipt.parts[component]
+            )
             receipt.parts[component] = None
 
     def _acquire(self, boundary: Boundary, tier: Tier, start: int) -> Receipt:
@@ -336,7 +375,9 @@ class RadixTree:
         if node.end != depth or (path[-1].parent if path else node) is not self.root:
             node = self.cut(boundary)
             path = self._path_to(node)
-        parts = [component.acquire_component_lock(path, tier, start) for component in self.components]
+        parts = [
+            component.acquire_component_lock(path, tier, start) for component in self.components
+        ]
         return self.receipts.issue(node, tier, parts)
 
     def _release(self, receipt: Receipt, tier: Tier) -> None:
@@ -376,19 +417,35 @@ class RadixTree:
             node = node.parent
         return path
 
-    def count_hits(self, boundary: Boundary, above: int = 0) -> None:
-        """A lease was granted this prefix: count a use of each of its nodes that ends beyond `above` (3.8, 5.8)."""
-        for node in self._path_to(self.cut(boundary)):
-            if node.end <= above:
-                break
-            node.hit_count += 1
-            if node.data[BASE].queue is not None:
-                self.leaves.touch(node)
+    def count_hits(self, receipt: Receipt, above: int = 0) -> None:
+        """A lease was granted this prefix: date it, and count a use of its nodes that end beyond
+        `above` (3.8, 5.8)."""
+        self.receipts.check(receipt, DEVICE)
+        path = self._path_to(receipt.node)
+        path.reverse()
+        for node in path:
+            if node.end > above:
+                node.hit_count += 1
+        self._stamp += 1
+        for component in self.components:
+            component.touch(path, self._stamp)
 
-    # --- eviction ---------------------------------------------------------------------------------------------------
+    def would_protect(self, boundary: Boundary) -> list[int]:
+        """Per component, evictable pages that a lock on this boundary would take out of reach."""
+        path = self._path_to(boundary.node)
+        return [component.would_protect(path, boundary.depth) for component in self.components]
+
+    def would_release(self, receipts: Sequence[Receipt]) -> list[int]:
+        """Per component, pages that would become evictable if these receipts were released
+        together."""
+        nodes = [receipt.node for receipt in receipts]
+        return [component.would_release(nodes) for component in self.components]
+
+    # --- eviction ---------------------------------------------------------------------------------
 
     def evict(self, need: Sequence[int]) -> EvictResult:
-        """Give up device state until `need[i]` pages of each component are given up or nothing more can go (7.1)."""
+        """Give up device state until `need[i]` pages of each component are given up or nothing more
+        can go (7.1)."""
         return self._drive(need, Tier.DEVICE)
 
     def evict_host(self, need: Sequence[int]) -> EvictResult:
@@ -400,12 +457,15 @@ class RadixTree:
         for component in self.components:
             pages = need[component.index]
             if pages > 0:
-                drive = component.drive_eviction if tier is DEVICE else component.drive_host_eviction
+                drive = (
+                    component.drive_eviction if tier is DEVICE else component.drive_host_eviction
+                )
                 drive(self, pages, eviction)
         return eviction.result()
 
     def evict_device_leaf(self, node: Node, eviction: Eviction) -> bool:
-        """Demote a device leaf that the host backs; drop another, with what only the host has below it (7.3).
+        """Demote a device leaf that the host backs; drop another, with what only the host has below
+        it (7.3).
 
         False, and nothing changes, when something below it is held.
         """
@@ -442,10 +502,16 @@ class RadixTree:
         self._prune(node)
 
     def _prune(self, node: Node) -> None:
-        """Take out a node that stands for nothing, and its ancestors that only stood for it (7.5)."""
+        """Take out a node that stands for nothing, and its ancestors that only stood for it
+        (7.5)."""
         while node.parent is not None and not node.children:
             base = node.data[BASE]
-            if base.value is not None or base.host_value is not None or base.lock_ref or base.host_lock_ref:
+            if (
+                base.value is not None
+                or base.host_value is not None
+                or base.lock_ref
+                or base.host_lock_ref
+            ):
                 return
             parent = node.parent
             del parent.children[node.child_key]
@@ -461,12 +527,16 @@ class RadixTree:
             yield node
             stack.extend(node.children.values())
 
-    # --- transfers --------------------------------------------------------------------------------------------------
+    # --- transfers --------------------------------------------------------------------------------
 
-    def commit_transfer(self, boundary: Boundary, component: int, tier: Tier, ids: PageIds) -> PageIds:
-        """`ids` now hold a component's state of the last pages up to `boundary` on `tier`; return those not taken.
+    def commit_transfer(
+        self, boundary: Boundary, component: int, tier: Tier, ids: PageIds
+    ) -> PageIds:
+        """`ids` now hold a component's state of the last pages up to `boundary` on `tier`; return
+        those not taken.
 
-        A span (1.5): the pages are counted back from the boundary, through whatever splits have happened since.
+        A span (1.5): the pages are counted back from the boundary, through whatever splits have
+        happened since.
         """
         start = boundary.depth - len(ids) * self.page_size
         path = self._path_to(self.cut(boundary))[::-1]
@@ -475,7 +545,7 @@ class RadixTree:
             self._split_node(nodes[0], start)
         return self.components[component].commit_hicache_transfer(nodes, tier, ids)
 
-    # --- life cycle -------------------------------------------------------------------------------------------------
+    # --- life cycle -------------------------------------------------------------------------------
 
     def reset(self) -> None:
         """Forget everything. Receipts become stale; the caller takes all page ids back."""
@@ -486,7 +556,8 @@ class RadixTree:
         self.observers.on_event(Event(EventKind.CLEARED))
 
     def sweep(self, max_nodes: int) -> bool:
-        """Take up to `max_nodes` forgotten nodes apart, so that they need no garbage collector; True when more are left."""
+        """Take up to `max_nodes` forgotten nodes apart, so that they need no garbage collector;
+        True when more are left."""
         for _ in range(max_nodes):
             if not self._debris:
                 return False
@@ -498,7 +569,7 @@ class RadixTree:
                 data.queue = data.listed = None
         return bool(self._debris)
 
-    # --- looking ----------------------------------------------------------------------------------------------------
+    # --- looking ----------------------------------------------------------------------------------
 
     def evictable_size(self, component: int = BASE, tier: Tier = Tier.DEVICE) -> int:
         """Pages of a component that nobody holds."""
@@ -511,7 +582,8 @@ class RadixTree:
         return (owner.device if tier is Tier.DEVICE else owner.host).protected
 
     def pages(self, boundary: Boundary, start: int = 0) -> tuple[PageIds, ...]:
-        """Per component, the device page ids of `[start, boundary)`, one per page (−1: none there)."""
+        """Per component, the device page ids of `[start, boundary)`, one per page (−1: none
+        there)."""
         node, depth = boundary
         path = self._path_to(node)
         if (path[-1].parent if path else node) is not self.root:
@@ -535,7 +607,9 @@ class RadixTree:
         previous = current.page_keys[-1] if current.page_keys else namespace_seed(node.namespace)
         for current in reversed(missing):
             tokens = np.frombuffer(current.key, dtype=np.int64)
-            current.page_keys = hash_pages(tokens, self.page_size, previous, is_bigram=node.namespace.is_bigram)
+            current.page_keys = hash_pages(
+                tokens, self.page_size, previous, is_bigram=node.namespace.is_bigram
+            )
             previous = current.page_keys[-1]
         return node.page_keys or []
 
@@ -555,8 +629,14 @@ class RadixTree:
             node, level = stack.pop()
             parts = []
             for component, data in zip(self.components, node.data, strict=True):
-                tiers = ("D" if data.value is not None else "-") + ("H" if data.host_value is not None else "-")
-                held = f" locks {data.lock_ref}/{data.host_lock_ref}" if data.lock_ref or data.host_lock_ref else ""
+                tiers = ("D" if data.value is not None else "-") + (
+                    "H" if data.host_value is not None else "-"
+                )
+                held = (
+                    f" locks {data.lock_ref}/{data.host_lock_ref}"
+                    if data.lock_ref or data.host_lock_ref
+                    else ""
+                )
                 parts.append(f"{component.id} {tiers}{held}")
             lines.append(
                 f"{'  ' * level}[{node.start}:{node.end}) {', '.join(parts)}, "
@@ -567,7 +647,8 @@ class RadixTree:
 
 
 def common_bytes(edge: bytes, data: bytes, at: int, num_bytes: int) -> int:
-    """How many of the first `num_bytes` of `edge` equal those of `data` from `at` on (a multiple of a token).
+    """How many of the first `num_bytes` of `edge` equal those of `data` from `at` on (a multiple of
+    a token).
 
     Pieces of 32 KiB by memcmp, then the differing piece by numpy.
     """
@@ -577,7 +658,9 @@ def common_bytes(edge: bytes, data: bytes, at: int, num_bytes: int) -> int:
         size = min(piece, num_bytes - done)
         if not data.startswith(view[done : done + size], at + done):
             ours = np.frombuffer(edge, dtype=np.int64, count=size // TOKEN_BYTES, offset=done)
-            theirs = np.frombuffer(data, dtype=np.int64, count=size // TOKEN_BYTES, offset=at + done)
+            theirs = np.frombuffer(
+                data, dtype=np.int64, count=size // TOKEN_BYTES, offset=at + done
+            )
             return done + int(np.argmax(ours != theirs)) * TOKEN_BYTES
         done += size
     return num_bytes

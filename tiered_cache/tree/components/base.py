@@ -1,14 +1,14 @@
 """The contract of a component: one kind of state, and its rules on the tree.
 
-The tree walks, cuts and sequences; a component answers for its own ids. It sees nodes, page ids and the tree's leaf
-sets and nothing else: no cache, no pool, no controller. Hooks are grouped by phase, with the seeds' names where the
-concept remains.
+The tree walks, cuts and sequences; a component answers for its own ids. It sees nodes, page ids and
+the tree's leaf
+sets and nothing else: no cache, no pool, no controller. Hooks are grouped by phase, with the seeds'
+names where the concept remains.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -17,6 +17,8 @@ from tiered_cache.observe import Event, EventKind
 from tiered_cache.types import ComponentId, EvictResult, PageIds
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from tiered_cache.observe import Observers
     from tiered_cache.tree.leaves import LeafSets
     from tiered_cache.tree.node import Node
@@ -29,7 +31,8 @@ NO_PAGES: Final[PageIds] = np.frombuffer(b"", INT32)
 
 
 def own(ids: PageIds) -> PageIds:
-    """A read-only copy with memory of its own: no view keeps a large buffer alive, nobody changes a value in place.
+    """A read-only copy with memory of its own: no view keeps a large buffer alive, nobody changes a
+    value in place.
 
     Through bytes, because that is half the time of `copy` and `setflags`.
     """
@@ -37,8 +40,11 @@ def own(ids: PageIds) -> PageIds:
 
 
 def join(parts: Sequence[PageIds]) -> PageIds:
-    """One read-only array from several; a single one is not copied. A third of the time of `np.concatenate`."""
-    return parts[0] if len(parts) == 1 else np.frombuffer(b"".join(parts), INT32)
+    """One read-only array from several; a single one is not copied. A third of the time of
+    `np.concatenate`."""
+    if len(parts) == 1:
+        return parts[0]
+    return np.frombuffer(b"".join(parts), INT32)  # type: ignore[arg-type]  # arrays are buffers
 
 
 class Sizes:
@@ -66,7 +72,8 @@ class Sizes:
 class Insertion:
     """What one insert has found so far; the components write here.
 
-    `prefix_len` is lowered to the start of what was not on the device, `first_changed` to that of what was there twice.
+    `prefix_len` is lowered to the start of what was not on the device, `first_changed` to that of
+    what was there twice.
     """
 
     __slots__ = ("duplicates", "first_changed", "params", "prefix_len")
@@ -78,7 +85,8 @@ class Insertion:
         self.duplicates: list[list[PageIds]] | None = None
 
     def refuse(self, component: TreeComponent, ids: PageIds, start: int) -> None:
-        """The tree has a component's pages from depth `start` on already: `ids` are the caller's to give back."""
+        """The tree has a component's pages from depth `start` on already: `ids` are the caller's to
+        give back."""
         if self.duplicates is None:
             self.duplicates = [[] for _ in self.params.pages]
         self.duplicates[component.index].append(ids)
@@ -87,7 +95,8 @@ class Insertion:
 
 
 class Eviction:
-    """What one eviction has given up so far: per component the ids, and how many on the tier that is asked."""
+    """What one eviction has given up so far: per component the ids, and how many on the tier that
+    is asked."""
 
     __slots__ = ("counts", "device", "dropped_tokens", "host", "tier")
 
@@ -118,92 +127,125 @@ class TreeComponent(ABC):
 
     def bind(self, index: int, page_size: int, leaves: LeafSets, observers: Observers) -> None:
         """Called by the tree: the dense index, and what all components of a tree share."""
-        self.index, self.page_size, self.leaves, self.observers = index, page_size, leaves, observers
+        self.index, self.page_size, self.leaves, self.observers = (
+            index,
+            page_size,
+            leaves,
+            observers,
+        )
         self.device, self.host = Sizes(), Sizes()
 
     def tell(self, kind: EventKind, tier: Tier, node: Node) -> None:
         """Tell the observers of a residency gained or lost."""
         self.observers.on_event(Event(kind, component=self.id, tier=tier, node=node))
 
-    # --- match ------------------------------------------------------------------------------------------------------
+    # --- match ------------------------------------------------------------------------------------
 
     @abstractmethod
-    def deepest_boundary(self, path: Sequence[Node], count: int, depth: int, device_only: bool) -> int:
-        """The largest n ≤ `count` such that a prefix may end behind `path[:n]` (0 always may; semantics §3.4).
+    def deepest_boundary(
+        self, path: Sequence[Node], count: int, depth: int, device_only: bool
+    ) -> int:
+        """The largest n ≤ `count` such that a prefix may end behind `path[:n]` (0 always may;
+        semantics §3.4).
 
-        `depth` is where `path[:count]` ends; it is inside the last node's edge when that matched partly.
+        `depth` is where `path[:count]` ends; it is inside the last node's edge when that matched
+        partly.
         """
 
     @abstractmethod
     def collect(self, path: Sequence[Node], start: int, stop: int) -> PageIds:
-        """Device ids of the pages of `[start, stop)`, one per page (−1: none there); `stop` is in `path`'s last node."""
+        """Device ids of the pages of `[start, stop)`, one per page (−1: none there); `stop` is in
+        `path`'s last node."""
 
     @abstractmethod
     def touch(self, path: Sequence[Node], stamp: int) -> None:
-        """`path` has been used as a prefix; date what this component would use of it (semantics §3.6)."""
+        """`path` has been used as a prefix; date what this component would use of it (semantics
+        §3.6)."""
 
-    # --- insert -----------------------------------------------------------------------------------------------------
+    # --- insert -----------------------------------------------------------------------------------
 
     @abstractmethod
-    def update_component_on_insert_overlap(self, node: Node, start: int, insertion: Insertion) -> None:
-        """An insert passes over `node`, which begins at `start`: adopt, or report duplicates (semantics §5.3–5)."""
+    def update_component_on_insert_overlap(
+        self, node: Node, start: int, insertion: Insertion
+    ) -> None:
+        """An insert passes over `node`, which begins at `start`: adopt, or report duplicates
+        (semantics §5.3–5)."""
 
     @abstractmethod
     def commit_insert_component_data(self, leaf: Node, start: int, insertion: Insertion) -> None:
-        """An insert has made `leaf`, which begins at `start`: take what belongs there (semantics §5.6–7)."""
+        """An insert has made `leaf`, which begins at `start`: take what belongs there (semantics
+        §5.6–7)."""
 
     def leaf_cuts(self, start: int, stop: int, params: InsertParams) -> Iterable[int]:
-        """Depths at which a fresh leaf `[start, stop)` should be cut for this component's sake (semantics §5.6)."""
+        """Depths at which a fresh leaf `[start, stop)` should be cut for this component's sake
+        (semantics §5.6)."""
         return ()
 
     def allows_boundary(self, depth: int, params: InsertParams) -> bool:
         """Whether a boundary at the prompt's end suits this component (semantics §5.9)."""
         return True
 
-    # --- split ------------------------------------------------------------------------------------------------------
+    # --- split ------------------------------------------------------------------------------------
 
     @abstractmethod
     def redistribute_on_node_split(self, parent: Node, child: Node, num_pages: int) -> None:
-        """`child` has become the suffix below the new `parent`, which takes the first `num_pages` (semantics §4)."""
+        """`child` has become the suffix below the new `parent`, which takes the first `num_pages`
+        (semantics §4)."""
 
-    # --- eviction ---------------------------------------------------------------------------------------------------
+    # --- eviction ---------------------------------------------------------------------------------
 
     @abstractmethod
     def evict_component(self, node: Node, tier: Tier, eviction: Eviction) -> None:
-        """Give up this component's part of `node` on a tier where it has one. The caller has checked that it may."""
+        """Give up this component's part of `node` on a tier where it has one. The caller has
+        checked that it may."""
 
     @abstractmethod
     def drive_eviction(self, tree: RadixTree, need: int, eviction: Eviction) -> None:
-        """Choose victims on the device until `need` pages of this component are given up, or none is left."""
+        """Choose victims on the device until `need` pages of this component are given up, or none
+        is left."""
 
     @abstractmethod
     def drive_host_eviction(self, tree: RadixTree, need: int, eviction: Eviction) -> None:
         """The same on the host."""
 
-    # --- locks ------------------------------------------------------------------------------------------------------
+    # --- locks ------------------------------------------------------------------------------------
 
     @abstractmethod
     def acquire_component_lock(self, path: Sequence[Node], tier: Tier, start: int) -> Any:
-        """Hold what this component needs of `path` (end first, up to below the root); return what release needs.
+        """Hold what this component needs of `path` (end first, up to below the root); return what
+        release needs.
 
-        On the host, only nodes that overlap `[start, end)` are held (a host lock is a span, semantics §6.4).
+        On the host, only nodes that overlap `[start, end)` are held (a host lock is a span,
+        semantics §6.4).
         """
 
     @abstractmethod
     def release_component_lock(self, node: Node, tier: Tier, part: Any) -> None:
         """Undo one acquisition whose path ended at `node`."""
 
-    # --- transfer ---------------------------------------------------------------------------------------------------
+    @abstractmethod
+    def would_protect(self, path: Sequence[Node], depth: int) -> int:
+        """Evictable device pages that a lock on `path` (end first), cut at `depth`, would
+        protect."""
+
+    @abstractmethod
+    def would_release(self, nodes: Sequence[Node]) -> int:
+        """Device pages that would become evictable if one lock ending at each of `nodes` were
+        released."""
+
+    # --- transfer ---------------------------------------------------------------------------------
 
     @abstractmethod
     def commit_hicache_transfer(self, nodes: Sequence[Node], tier: Tier, ids: PageIds) -> PageIds:
-        """`ids` now hold this component's state of `nodes` (root first) on `tier`; return those not taken.
+        """`ids` now hold this component's state of `nodes` (root first) on `tier`; return those not
+        taken.
 
         Values that are already there stay (semantics §5.12).
         """
 
-    # --- proof ------------------------------------------------------------------------------------------------------
+    # --- proof ------------------------------------------------------------------------------------
 
     @abstractmethod
     def check(self, node: Node, fail: Any) -> None:
-        """Call `fail(message)` for each invariant of this component that does not hold at `node`."""
+        """Call `fail(message)` for each invariant of this component that does not hold at
+        `node`."""

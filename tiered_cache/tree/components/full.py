@@ -1,22 +1,30 @@
 """Full attention: every page of the prefix is needed, from the root on.
 
-The base component: its value is what makes a node exist (semantics §1), so it also keeps the counts of children by
-which the leaf sets know a leaf.
+The base component: its value is what makes a node exist (semantics §1), so it also keeps the counts
+of children by which the leaf sets know a leaf.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from tiered_cache.errors import StaleError, stale_prefix
 from tiered_cache.observe import EventKind
-from tiered_cache.tree.components.base import NO_PAGES, Eviction, Insertion, TreeComponent, join, own
+from tiered_cache.tree.components.base import (
+    NO_PAGES,
+    Eviction,
+    Insertion,
+    TreeComponent,
+    join,
+    own,
+)
 from tiered_cache.types import PageIds, Tier
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from tiered_cache.tree.node import Node
     from tiered_cache.tree.radix import RadixTree
 
@@ -27,9 +35,11 @@ DEVICE: Final = Tier.DEVICE  # looking an enum member up costs as much as a tree
 class FullComponent(TreeComponent):
     """KV of full attention: one page id per page, a hold on a path holds all of it."""
 
-    # --- match ------------------------------------------------------------------------------------------------------
+    # --- match ------------------------------------------------------------------------------------
 
-    def deepest_boundary(self, path: Sequence[Node], count: int, depth: int, device_only: bool) -> int:
+    def deepest_boundary(
+        self, path: Sequence[Node], count: int, depth: int, device_only: bool
+    ) -> int:
         if device_only:  # dev(F) is prefix closed: the deepest node that has it is the boundary
             while count and path[count - 1].data[self.index].value is None:
                 count -= 1
@@ -44,7 +54,7 @@ class FullComponent(TreeComponent):
             raise StaleError("the pages of this boundary have left the device: match again")
         end = path[-1].end
         if end > stop:
-            parts[-1] = parts[-1][: (stop - end) // self.page_size]  # type: ignore[index]  # a device path has values
+            parts[-1] = parts[-1][: (stop - end) // self.page_size]
         ids = join(parts)  # type: ignore[arg-type]
         return ids[len(ids) - (stop - start) // self.page_size :] if start else ids
 
@@ -57,16 +67,22 @@ class FullComponent(TreeComponent):
                 if data.queue is not None:
                     self.leaves.touch(node)
 
-    # --- insert -----------------------------------------------------------------------------------------------------
+    # --- insert -----------------------------------------------------------------------------------
 
-    def update_component_on_insert_overlap(self, node: Node, start: int, insertion: Insertion) -> None:
+    def update_component_on_insert_overlap(
+        self, node: Node, start: int, insertion: Insertion
+    ) -> None:
         page_size, params = self.page_size, insertion.params
         value = node.data[self.index].value
         if value is None:
             if start < params.prev_prefix_len:
                 raise stale_prefix(params.prev_prefix_len, start)
             insertion.prefix_len = min(insertion.prefix_len, start)
-            self._gain(node, DEVICE, own(params.pages[self.index][start // page_size : node.end // page_size]))
+            self._gain(
+                node,
+                DEVICE,
+                own(params.pages[self.index][start // page_size : node.end // page_size]),
+            )
             return
         keep = params.prev_prefix_len - start
         if keep >= node.end - start:
@@ -83,9 +99,11 @@ class FullComponent(TreeComponent):
 
     def commit_insert_component_data(self, leaf: Node, start: int, insertion: Insertion) -> None:
         incoming = insertion.params.pages[self.index]
-        self._gain(leaf, DEVICE, own(incoming[start // self.page_size : leaf.end // self.page_size]))
+        self._gain(
+            leaf, DEVICE, own(incoming[start // self.page_size : leaf.end // self.page_size])
+        )
 
-    # --- split ------------------------------------------------------------------------------------------------------
+    # --- split ------------------------------------------------------------------------------------
 
     def redistribute_on_node_split(self, parent: Node, child: Node, num_pages: int) -> None:
         upper, lower = parent.data[self.index], child.data[self.index]
@@ -95,10 +113,13 @@ class FullComponent(TreeComponent):
             upper.value, lower.value = own(lower.value[:num_pages]), own(lower.value[num_pages:])
             parent.device_children = 1
         if lower.host_value is not None:
-            upper.host_value, lower.host_value = own(lower.host_value[:num_pages]), own(lower.host_value[num_pages:])
+            upper.host_value, lower.host_value = (
+                own(lower.host_value[:num_pages]),
+                own(lower.host_value[num_pages:]),
+            )
         parent.live_children = int(lower.value is not None or lower.host_value is not None)
 
-    # --- eviction ---------------------------------------------------------------------------------------------------
+    # --- eviction ---------------------------------------------------------------------------------
 
     def evict_component(self, node: Node, tier: Tier, eviction: Eviction) -> None:
         ids = self._lose(node, tier)
@@ -113,7 +134,8 @@ class FullComponent(TreeComponent):
             if node is None:
                 return
             if not tree.evict_device_leaf(node, eviction):
-                # A leaf that cannot go (something below it is held on the host) hides none of the others.
+                # A leaf that cannot go (something below it is held on the host) hides none of the
+                # others.
                 others = list(leaves.in_order(DEVICE))
                 if not any(tree.evict_device_leaf(other, eviction) for other in others):
                     return
@@ -126,7 +148,7 @@ class FullComponent(TreeComponent):
                 return
             tree.evict_host_leaf(node, eviction)
 
-    # --- locks ------------------------------------------------------------------------------------------------------
+    # --- locks ------------------------------------------------------------------------------------
 
     def acquire_component_lock(self, path: Sequence[Node], tier: Tier, start: int) -> int:
         index = self.index
@@ -159,6 +181,29 @@ class FullComponent(TreeComponent):
                     self.leaves.refresh(current)
             current = current.parent
 
+    def would_protect(self, path: Sequence[Node], depth: int) -> int:
+        index, num_pages = self.index, 0
+        for node in path:
+            data = node.data[index]
+            if data.lock_ref:
+                break  # and so is everything above
+            if data.value is not None and node.start < depth:
+                num_pages += (min(node.end, depth) - node.start) // self.page_size
+        return num_pages
+
+    def would_release(self, nodes: Sequence[Node]) -> int:
+        index, num_pages = self.index, 0
+        left: dict[Node, int] = {}
+        for end in nodes:
+            node: Node | None = end
+            while node is not None and node.parent is not None:
+                data = node.data[index]
+                left[node] = left.get(node, data.lock_ref) - 1
+                if left[node] == 0 and data.value is not None:
+                    num_pages += len(data.value)
+                node = node.parent
+        return num_pages
+
     def _acquire_host(self, path: Sequence[Node], start: int) -> int:
         for node in path:
             if node.end <= start:
@@ -182,7 +227,7 @@ class FullComponent(TreeComponent):
                 self.leaves.refresh(current)
             current = current.parent
 
-    # --- transfer ---------------------------------------------------------------------------------------------------
+    # --- transfer ---------------------------------------------------------------------------------
 
     def commit_hicache_transfer(self, nodes: Sequence[Node], tier: Tier, ids: PageIds) -> PageIds:
         unused, at = [], 0
@@ -197,7 +242,7 @@ class FullComponent(TreeComponent):
                 self._gain(node, tier, own(mine))
         return join(unused)
 
-    # --- the two changes of a residency, each with its counters -------------------------------------------------------
+    # --- the two changes of a residency, each with its counters -----------------------------------
 
     def _gain(self, node: Node, tier: Tier, ids: PageIds) -> None:
         data, parent = node.data[self.index], node.parent
@@ -238,7 +283,7 @@ class FullComponent(TreeComponent):
             self.tell(EventKind.REMOVED, tier, node)
         return ids
 
-    # --- proof ------------------------------------------------------------------------------------------------------
+    # --- proof ------------------------------------------------------------------------------------
 
     def check(self, node: Node, fail: Callable[[str], None]) -> None:
         data = node.data[self.index]
@@ -246,14 +291,22 @@ class FullComponent(TreeComponent):
         for name, value in (("value", data.value), ("host_value", data.host_value)):
             if value is not None and len(value) != num_pages:
                 fail(f"{name} has {len(value)} pages, the edge has {num_pages}")
-            if value is not None and (value.flags.writeable or len(value.base) != value.nbytes):
+            memory = value.base if value is not None else None
+            if isinstance(memory, bytes) and len(memory) == value.nbytes:
+                continue
+            if value is not None:
                 fail(f"{name} is writable, or a view of something larger")
         parent = node.parent
         if parent is not None and parent.parent is not None:
             above = parent.data[self.index]
             if data.value is not None and above.value is None:
                 fail("is on the device below a node that is not (semantics §2.2)")
-            if data.host_value is not None and above.value is None and above.host_value is None and not above.stored:
+            if (
+                data.host_value is not None
+                and above.value is None
+                and above.host_value is None
+                and not above.stored
+            ):
                 fail("is on the host below a dead node (semantics §2.2)")
             if above.lock_ref < data.lock_ref:
                 fail(f"has more locks ({data.lock_ref}) than its parent ({above.lock_ref})")

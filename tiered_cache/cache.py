@@ -1,0 +1,322 @@
+"""The cache as its users see it: open it, lease a prompt's prefix, compute, publish.
+
+Tells the story and delegates: the tree decides, the controller sequences, leases hold.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from tiered_cache.build import build
+from tiered_cache.controller import HybridCacheController
+from tiered_cache.jobs import DaemonExecutor
+from tiered_cache.keys import MAX_TOKEN, RadixKey
+from tiered_cache.lease import Lease, LeaseContext, find_chunks
+from tiered_cache.types import MatchPrefixParams
+
+if TYPE_CHECKING:
+    import concurrent.futures
+    from collections.abc import Callable, Generator, Mapping, Sequence
+    from types import TracebackType
+
+    import torch
+
+    from tiered_cache.build import Parts
+    from tiered_cache.config import Config
+    from tiered_cache.observe import Observer
+    from tiered_cache.pools.device import DevicePools
+    from tiered_cache.stats import CacheStats
+    from tiered_cache.tree.radix import RadixTree
+    from tiered_cache.types import Outstanding
+
+T = TypeVar("T")
+
+
+class UnifiedRadixCache:
+    """A prefix cache on one event loop. Made by `open`; not thread-safe, and checks that it does
+    not have to be."""
+
+    def __init__(self, parts: Parts, controller: HybridCacheController) -> None:
+        self._parts = parts
+        self._controller = controller
+
+    @staticmethod
+    def open(
+        config: Config,
+        *,
+        device_pools: Mapping[str, Sequence[torch.Tensor]] | None = None,
+        stream: Any = None,
+        observers: Sequence[Observer] = (),
+        run_executor: concurrent.futures.Executor | None = None,
+    ) -> Opening:
+        """`async with UnifiedRadixCache.open(config) as cache`, or `cache = await
+        UnifiedRadixCache.open(config)`.
+
+        Args:
+            config: from `load_config`.
+            device_pools: your own device tensors: pool name to one tensor per layer; they define
+                the page count.
+            stream: the CUDA stream of your kernels.
+            observers: told of every change, synchronously (see `tiered_cache.observe`).
+            run_executor: where `run` computes; yours to shut down. Default: own daemon threads,
+                `run_threads` of them.
+
+        Raises:
+            ConfigError: with all that is wrong, when awaited or entered.
+        """
+        return Opening(config, device_pools, stream, observers, run_executor)
+
+    # --- for a serving loop -----------------------------------------------------------------------
+
+    def lease(
+        self,
+        tokens: Any,
+        *,
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        reserve: int = 0,
+    ) -> LeaseContext:
+        """A hold on the longest cached prefix of a prompt: `async with cache.lease(prompt) as
+        lease`.
+
+        Args:
+            tokens: the prompt, at least one token: a list, array, numpy array or 1-D torch tensor
+                of ids in u32.
+            extra_key, cache_salt: what reuse must not cross: an adapter, a tenant.
+            priority: of what is published, for the eviction policy `priority`: higher stays longer.
+            timeout: seconds to wait for admission (None: as long as it takes). The only limit that
+                raises.
+            reserve: tokens that `append` must be able to take, whatever others do.
+
+        Raises (when entered):
+            ValueError, TypeError: tokens or arguments that make no sense. AdmissionTimeout: nothing
+                is held.
+            CapacityError: prompt and reserve are more than the device tier could ever hold.
+        """
+        self._controller.check()
+        key = RadixKey(tokens, extra_key, cache_salt)
+        if not len(key):
+            raise ValueError(
+                "a lease needs at least one token: there is nothing to compute for an empty prompt"
+            )
+        if reserve < 0:
+            raise ValueError(f"reserve must not be negative, not {reserve}")
+        if timeout is not None and not timeout >= 0:
+            raise ValueError(f"timeout must be seconds >= 0 or None, not {timeout}")
+        return LeaseContext(
+            Lease(self._controller, key, priority=priority, reserve=reserve), timeout
+        )
+
+    async def acquire(self, tokens: Any, **options: Any) -> Lease:
+        """`lease` for callers whose requests do not fit a block: end it with `await
+        lease.aclose()`."""
+        return await self.lease(tokens, **options).__aenter__()
+
+    async def run(self, leases: Sequence[Lease], fn: Callable[..., T], *args: Any) -> T:
+        """One scheduler step of a batch: as `Lease.run`, over chunks of several leases among
+        `args`."""
+        for lease in leases:
+            lease.check()
+        return await self._controller.run(tuple(leases), find_chunks(args), fn, args)
+
+    def extend(self, leases: Sequence[Lease], tokens: Sequence[int]) -> list[Lease]:
+        """Append one token to each lease: to all of them, and return `[]`, or to none.
+
+        When there is no room for all, returns the youngest leases beyond their reserve whose
+        release would make enough: suspend or close them, and extend the rest. Compute what was
+            appended through each lease's `pending`.
+
+        Raises:
+            ValueError: not one token per lease, a lease twice, or not a token id; nothing changes.
+        """
+        self._controller.check()
+        if len(leases) != len(tokens) or len({lease.id for lease in leases}) != len(leases):
+            raise ValueError(
+                f"extend takes one token for each of distinct leases: "
+                f"{len(leases)} leases, {len(tokens)} tokens"
+            )
+        for lease, token in zip(leases, tokens, strict=True):
+            lease.check()
+            if not 0 <= token <= MAX_TOKEN:
+                raise ValueError(f"token id {token} for {lease!r} is outside u32")
+        victims = self._victims(leases)
+        if not victims:
+            for lease, token in zip(leases, tokens, strict=True):
+                lease.append(token)
+        return victims
+
+    def _victims(self, leases: Sequence[Lease]) -> list[Lease]:
+        growing = [lease for lease in leases if lease.pages_beyond_promise(len(lease) + 1)]
+        youngest_first = sorted(
+            growing, key=lambda lease: (lease.granted_at, lease.id), reverse=True
+        )
+        components = range(len(self._parts.allocators))
+        for count in range(len(youngest_first) + 1):
+            victims, staying = youngest_first[:count], youngest_first[count:]
+            wanted = sum(lease.pages_beyond_promise(len(lease) + 1) for lease in staying)
+            freed = self._controller.tree.would_release(
+                [lease.receipt for lease in victims if lease.receipt]
+            )
+            room = [
+                self._controller.spare(index)
+                + freed[index]
+                + sum(lease.num_private_pages(index) for lease in victims)
+                for index in components
+            ]
+            if wanted <= min(room):
+                return victims
+        return youngest_first
+
+    def explain(
+        self, tokens: Any, *, extra_key: str | None = None, cache_salt: str | None = None
+    ) -> str:
+        """How much of a prompt is cached, where it ends and why, for people. Changes nothing but
+        ages."""
+        self._controller.check()
+        key = RadixKey(tokens, extra_key, cache_salt)
+        page_size = self.page_size
+        match = self.tree.match_prefix(MatchPrefixParams(key))
+        whole = len(key) - len(key) % page_size
+        lines = [
+            f"{len(key)} tokens, {whole // page_size} whole pages of {page_size}",
+            f"on the device: {match.device_length} tokens; "
+            f"known to the tree: {match.full_hit_length}",
+        ]
+        if not self._controller.enabled:
+            lines.append("the cache is off (mode: off)")
+        elif match.device_length == whole:
+            lines.append("every whole page is cached")
+        else:
+            page = f"[{match.device_length}, {match.device_length + page_size})"
+            lines.append(f"page {page} is not: never published in this namespace, or evicted")
+            if not any(
+                child.namespace == key.namespace for child in self.tree.root.children.values()
+            ):
+                lines.append("the namespace has no pages at all")
+        return "\n".join(lines)
+
+    # --- for an operator --------------------------------------------------------------------------
+
+    def stats(self) -> CacheStats:
+        """A frozen snapshot of pools and counters."""
+        return self._controller.stats()
+
+    def outstanding(self) -> list[Outstanding]:
+        """What somebody holds, with owner and age; also after `aclose`."""
+        return self._controller.outstanding()
+
+    def reset(self) -> None:
+        """Drop all content, whatever is in flight. Leases from before raise `StaleError`; closing
+        them never does."""
+        self._controller.check()
+        self._controller.reset()
+
+    async def drain(self) -> None:
+        """Wait until nothing is in flight: runs, quarantines, background work."""
+        self._controller.check()
+        await self._controller.drain()
+
+    async def aclose(self, limit: float | None = 10.0) -> list[Outstanding]:
+        """End everything within `limit` seconds (None: however long it takes); idempotent, from any
+        task.
+
+        Returns what a run still touches. Its buffers stay alive until it ends.
+        """
+        return await self._controller.aclose(limit)
+
+    def check_integrity(self) -> None:
+        """Prove the invariants by recomputing everything; O(everything).
+
+        Raises:
+            IntegrityError: a bug of this library.
+        """
+        self._controller.check_integrity()
+
+    def pretty_print(self) -> str:
+        """The tree as text, a line per node."""
+        return self.tree.pretty_print()
+
+    @property
+    def page_size(self) -> int:
+        return self._parts.page_size
+
+    @property
+    def pools(self) -> DevicePools:
+        """The device tensors that slots index."""
+        return self._parts.pools
+
+    @property
+    def tree(self) -> RadixTree:
+        """The index itself, for engines and tests. Pages that you insert must come from its
+        allocators."""
+        return self._parts.tree
+
+    @property
+    def closed(self) -> bool:
+        return self._controller.closed
+
+    def __repr__(self) -> str:
+        pools = ", ".join(
+            f"{name}: {pool.free} of {pool.capacity} pages free"
+            for name, pool in self.stats().pools.items()
+        )
+        return f"<UnifiedRadixCache {pools}{', closed' if self.closed else ''}>"
+
+
+class Opening:
+    """What `open` returns: awaitable, and an asynchronous context manager that closes what it
+    opened."""
+
+    __slots__ = ("_cache", "_config", "_device_pools", "_observers", "_run_executor", "_stream")
+
+    def __init__(
+        self,
+        config: Config,
+        device_pools: Mapping[str, Sequence[torch.Tensor]] | None,
+        stream: Any,
+        observers: Sequence[Observer],
+        run_executor: concurrent.futures.Executor | None,
+    ) -> None:
+        self._config = config
+        self._device_pools = device_pools
+        self._stream = stream
+        self._observers = observers
+        self._run_executor = run_executor
+        self._cache: UnifiedRadixCache | None = None
+
+    def __await__(self) -> Generator[Any, None, UnifiedRadixCache]:
+        return self._open().__await__()
+
+    async def _open(self) -> UnifiedRadixCache:
+        parts = build(
+            self._config,
+            device_pools=self._device_pools,
+            stream=self._stream,
+            observers=self._observers,
+        )
+        executor = self._run_executor
+        controller = HybridCacheController(
+            parts.tree,
+            parts.allocators,
+            executor or DaemonExecutor("run", self._config.run_threads),
+            owns_executor=executor is None,
+            enabled=self._config.mode == "on",
+            observers=parts.tree.observers,
+        )
+        await controller.start()
+        return UnifiedRadixCache(parts, controller)
+
+    async def __aenter__(self) -> UnifiedRadixCache:
+        self._cache = await self._open()
+        return self._cache
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._cache is not None, "entered before it is left"
+        await self._cache.aclose()

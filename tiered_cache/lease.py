@@ -1,0 +1,718 @@
+"""A request's hold on the cache: from its prompt's prefix to its last published token.
+
+Owns: the tokens of one request, its page tables, and which of its pages are the tree's and which
+its own. Refuses to
+know: who else there is. Whatever ends the block (return, exception, cancellation), nothing
+unpublished is kept and nothing leaks; that needs no code in the block.
+
+Ownership by position (semantics §11.1), in tokens:
+
+    0 ──── committed ──── computed ──── allocated
+      the tree's,      private,      private,
+      held by a lock   written       not written yet
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tiered_cache.errors import CapacityError, ClosedError, StaleError
+from tiered_cache.observe import EventKind
+from tiered_cache.types import NO_PAGE, Boundary, Hits, InsertParams, MatchPrefixParams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from types import TracebackType
+
+    from tiered_cache.controller import HybridCacheController
+    from tiered_cache.keys import RadixKey
+    from tiered_cache.tree.locks import Receipt
+    from tiered_cache.types import PageIds
+
+T = TypeVar("T")
+
+
+class Chunk:
+    """Tokens `[start, stop)` of a lease, handed out to compute in one run; their pages are taken.
+
+    While the chunk is being run, the state of `[0, start)` is in the pools at `slots(component, 0,
+    start)` and the chunk's own goes to `slots(component, start, stop)`. Readable from the run's
+    thread.
+    """
+
+    __slots__ = ("lease", "start", "stop", "tokens")
+
+    def __init__(self, lease: Lease, start: int, stop: int) -> None:
+        self.lease = lease
+        self.start = start
+        self.stop = stop
+        self.tokens: npt.NDArray[np.int64] = lease.key.tokens[start:stop]
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def lease_id(self) -> int:
+        return self.lease.id
+
+    @property
+    def pages(self) -> Mapping[str, PageIds]:
+        """Per component, the page table of `[0, stop)`: read-only int32, one id per page (−1:
+        none)."""
+        return self.lease.page_tables(self.stop)
+
+    def slots(
+        self, component: str = "full", start: int = 0, stop: int | None = None
+    ) -> npt.NDArray[np.int64]:
+        """Device slots of the tokens `[start, stop)` (default: up to the chunk's end), int64."""
+        return self.lease.slots(component, start, self.stop if stop is None else stop)
+
+    def __repr__(self) -> str:
+        return f"<Chunk [{self.start}:{self.stop}) of lease {self.lease.id}>"
+
+
+class Lease:
+    """Made by `UnifiedRadixCache.lease` and `acquire`; belongs to the cache's loop.
+
+    Attributes:
+        id: unique within the process.
+        prefix_len: tokens at the front that were reused instead of computed. They are on the
+            device, and held.
+        hits: the reused tokens by tier. why: why the prefix ends where it does, for people.
+        key: the tokens (prompt and appended ones) in their namespace.
+        pages_version: rises whenever an entry of a page table changes in place.
+    """
+
+    _next_id = 0
+
+    def __init__(
+        self, controller: HybridCacheController, key: RadixKey, *, priority: int, reserve: int
+    ) -> None:
+        Lease._next_id += 1
+        self.id = Lease._next_id
+        self.key = key
+        self.prefix_len = 0
+        self.hits = Hits()
+        self.why = ""
+        self.pages_version = 0
+        self.epoch = -1
+        self.granted_at = 0.0
+        self._controller = controller
+        self._page_size = controller.page_size
+        self._priority = priority
+        self._prompt_len = key.num_tokens
+        self._admitted_len = self._prompt_len + reserve
+        self._admitted_pages = -(-self._admitted_len // self._page_size)
+        self._receipt: Receipt | None = None
+        self._committed = 0
+        self._computed = 0
+        self._submitted = 0  # end of the chunks in runs that are active or queued
+        self._num_pages = 0
+        self._num_runs = 0
+        self._deferred = 0  # commit up to here when the last run has ended
+        self._closed = True  # until it is granted there is nothing to close
+        self._tables = [
+            np.full(self._admitted_pages, NO_PAGE, dtype=np.int32) for _ in controller.allocators
+        ]
+
+    # --- grant ------------------------------------------------------------------------------------
+
+    async def grant(self, timeout: float | None) -> None:
+        """Wait for admission, then hold the longest prefix that is on the device.
+
+        Raises:
+            AdmissionTimeout: not admitted in time. CapacityError: never will be. Nothing is held in
+                either case.
+        """
+        for index, allocator in enumerate(self._controller.allocators):
+            if self._admitted_pages > allocator.capacity:
+                raise CapacityError(
+                    f"prompt and reserve are {self._admitted_len} tokens, the device tier holds "
+                    f"{allocator.capacity * self._page_size}: ask for less, or give it more",
+                    component=self._controller.tree.components[index].id,
+                    needed=self._admitted_pages,
+                    free=allocator.num_free,
+                    evictable=self._controller.tree.components[index].device.evictable,
+                )
+        await self._controller.admit(self._try_grant, timeout)
+
+    def _try_grant(self) -> bool:
+        controller, tree = self._controller, self._controller.tree
+        # At least one token is always computed (semantics §11.2).
+        limit = self._prompt_len - 1 if controller.enabled else 0
+        match = tree.match_prefix(MatchPrefixParams(self.key, limit))
+        boundary = match.device_boundary
+        need = self._admitted_pages - boundary.depth // self._page_size
+        for index, protected in enumerate(tree.would_protect(boundary)):
+            if need + protected > controller.spare(index):
+                return False
+        self._receipt = tree.inc_lock_ref(boundary)
+        tree.count_hits(self._receipt)
+        self._closed = False
+        self.epoch = controller.epoch
+        self.granted_at = controller.now()
+        self._adopt_prefix(self._receipt)
+        self.prefix_len = boundary.depth
+        for index in range(len(self._tables)):
+            controller.unspent[index] += self.unspent(index)
+        self.why = self._explain(match.full_hit_length)
+        controller.leases[self.id] = self
+        controller.counters.leases_granted += 1
+        controller.counters.tokens_requested += self._prompt_len
+        controller.counters.tokens_hit_device += boundary.depth
+        controller.tell(EventKind.GRANTED, self, boundary.depth)
+        return True
+
+    def _adopt_prefix(self, receipt: Receipt) -> None:
+        """Point the tables at the tree's pages up to the receipt's depth."""
+        first, last = self._committed // self._page_size, receipt.depth // self._page_size
+        self._make_table_room(last)
+        pages = self._controller.tree.pages(Boundary(receipt.node, receipt.depth), self._committed)
+        for table, ids in zip(self._tables, pages, strict=True):
+            table[first:last] = ids
+        self.hits = Hits(device=self.hits.device + receipt.depth - self._computed)
+        self._num_pages = max(self._num_pages, last)
+        self._committed = self._computed = receipt.depth
+        self.pages_version += 1
+
+    def _explain(self, full_hit_length: int) -> str:
+        reusable = (self._prompt_len - 1) // self._page_size * self._page_size
+        if not self._controller.enabled:
+            return "the cache is off"
+        if self.prefix_len == reusable:
+            return (
+                "all whole pages before the last token were cached"
+                if reusable
+                else "no whole page before the last token"
+            )
+        page = f"[{self.prefix_len}, {self.prefix_len + self._page_size})"
+        if full_hit_length > self.prefix_len:
+            return f"page {page} was known, but not on the device"
+        return f"page {page} was not cached"
+
+    # --- compute ----------------------------------------------------------------------------------
+
+    async def next_chunk(self, max_tokens: int) -> Chunk | None:
+        """The next tokens to compute, at most `max_tokens`, with pages taken; None when all tokens
+        are computed.
+
+        A chunk ends where the tokens end or, when `max_tokens` does not reach that far, at the last
+        whole page that it reaches (inside a page if it reaches none). First goes on from what
+        others have published meanwhile, so `start` can be beyond the last chunk's `stop`. Waits
+        only while another lease has a run active or queued over the same next page, and wakes at
+        its commit (semantics §11.3).
+
+        Raises:
+            ValueError: `max_tokens` is less than 1. CapacityError: no room beyond the reserve.
+        """
+        if max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
+        controller = self._controller
+        while True:
+            self.check()
+            self._rematch()
+            start = self.frontier
+            if start >= len(self):
+                return None
+            claim = controller.claim_over(self, start)
+            if claim is None:
+                break
+            controller.counters.chunk_waits += 1
+            await claim.released.wait()
+        stop = len(self)
+        if stop - start > max_tokens:
+            stop = start + max_tokens
+            whole = stop - stop % self._page_size
+            stop = whole if whole > start else stop
+        return self._hand_out(start, stop)
+
+    def _rematch(self) -> None:
+        """Go on from what others have published, if that is beyond what this lease has computed."""
+        controller, tree, old = self._controller, self._controller.tree, self._receipt
+        assert old is not None, "granted leases hold a receipt"
+        if self._num_runs or not controller.enabled:
+            return
+        boundary = tree.match_deeper(old, self.key, len(self) - 1)
+        if boundary is None or boundary.depth <= self._computed:
+            return
+        before = [self.unspent(index) for index in range(len(self._tables))]
+        receipt = tree.inc_lock_ref(boundary)
+        tree.count_hits(receipt, above=old.depth)
+        tree.dec_lock_ref(old)
+        self._receipt = receipt
+        first, last = self._committed // self._page_size, receipt.depth // self._page_size
+        superfluous = [table[first : min(last, self._num_pages)].copy() for table in self._tables]
+        gained = receipt.depth - self._computed
+        if self._computed == self.prefix_len:
+            self.prefix_len = receipt.depth
+        self._adopt_prefix(receipt)
+        for index, ids in enumerate(superfluous):
+            controller.give_back(index, ids)
+            controller.unspent[index] += self.unspent(index) - before[index]
+        controller.counters.rematches += 1
+        controller.counters.tokens_hit_device += gained
+        controller.tell(EventKind.REMATCHED, self, gained)
+        controller.room_made()
+
+    def allocate(self, num_tokens: int) -> Chunk:
+        """The next `num_tokens` tokens to compute, for callers that cut and schedule themselves.
+        Never waits.
+
+        Raises:
+            ValueError: fewer tokens are left. CapacityError: no room beyond the reserve.
+        """
+        self.check()
+        start = self.frontier
+        if not 1 <= num_tokens <= len(self) - start:
+            raise ValueError(
+                f"cannot hand out {num_tokens} tokens: {len(self) - start} are left to compute"
+            )
+        return self._hand_out(start, start + num_tokens)
+
+    @property
+    def pending(self) -> Chunk | None:
+        """All tokens that nobody computes yet, with their pages, as one chunk; None when there are
+        none."""
+        self.check()
+        start = self.frontier
+        return self._hand_out(start, len(self)) if start < len(self) else None
+
+    def _hand_out(self, start: int, stop: int) -> Chunk:
+        self._take_pages(-(-stop // self._page_size))
+        self._controller.counters.chunks += 1
+        return Chunk(self, start, stop)
+
+    async def run(self, fn: Callable[..., T], *args: Any) -> T:
+        """`fn(*args)` in the cache's run executor; chunks of this lease among the arguments count
+        as computed after it.
+
+        Chunks are found among `args`, and one level down in lists, tuples and dicts. Cancelled
+        while queued it ends at once; cancelled while running it waits for the thread, then raises,
+        and nothing counts as computed.
+
+        Raises:
+            StaleError: a chunk from before somebody else's state was taken over; ask for the next
+                one.
+            ValueError: a chunk that leaves a gap.
+        """
+        self.check()
+        return await self._controller.run((self,), find_chunks(args), fn, args)
+
+    def begin_run(self, chunks: Sequence[Chunk]) -> None:
+        """The controller is about to submit a run over these chunks (of this and other leases)."""
+        self._num_runs += 1
+        for chunk in chunks:
+            if chunk.lease is self:
+                self._submitted = max(self._submitted, chunk.stop)
+
+    def end_run(self, chunks: Sequence[Chunk]) -> None:
+        """A run has really ended; `chunks` were computed."""
+        self._num_runs -= 1
+        for chunk in chunks:
+            if chunk.lease is self and chunk.start <= self._computed < chunk.stop:
+                self._controller.counters.tokens_computed += chunk.stop - self._computed
+                self._computed = chunk.stop
+        if self._num_runs:
+            return
+        self._submitted = 0
+        if self._closed:
+            self._release()
+            self._controller.ended(self)
+        elif self._deferred and self.epoch == self._controller.epoch:
+            stop, self._deferred = self._deferred, 0
+            self._publish(stop)
+
+    def check_chunk(self, chunk: Chunk, frontier: int) -> None:
+        """Raise unless the chunk can be computed when everything up to `frontier` is."""
+        if chunk.start < self._committed:
+            raise StaleError(
+                f"{chunk!r} is from before the lease took [0, {self._committed}) over: "
+                "ask for the next chunk"
+            )
+        if chunk.start > frontier:
+            raise ValueError(f"{chunk!r} leaves a gap: only [0, {frontier}) is computed")
+        if chunk.stop > len(self):
+            raise StaleError(f"{chunk!r} was truncated away: the lease has {len(self)} tokens")
+
+    # --- publish ----------------------------------------------------------------------------------
+
+    def commit(self, chunk: Chunk) -> int:
+        """Publish the whole pages of `[0, chunk.stop)`: others may share them from now on.
+
+        The chunk counts as computed. Returns the depth from which the page table has changed
+        (somebody else published the same first; their pages count). While a run is active this is
+        deferred to its end.
+
+        Raises:
+            StaleError, ValueError: as `run`.
+        """
+        self.check()
+        if chunk.lease is not self:
+            raise ValueError(f"{chunk!r} is another lease's")
+        if chunk.stop > self._computed:
+            self.check_chunk(chunk, self._computed)
+            self._controller.counters.tokens_computed += chunk.stop - self._computed
+            self._computed = chunk.stop
+        if self._num_runs:
+            self._deferred = max(self._deferred, chunk.stop)
+            return self._committed
+        return self._publish(chunk.stop)
+
+    def finish(self) -> int:
+        """Publish the whole pages of all that is computed, with a boundary at the prompt's end
+        (semantics §5.9)."""
+        self.check()
+        if self._num_runs:
+            self._deferred = max(self._deferred, self._computed)
+            return self._committed
+        return self._publish(self._computed)
+
+    def suspend(self) -> None:
+        """Publish what is computed and let go: lease the same tokens again to resume."""
+        self.finish()
+        self.close()
+
+    def _publish(self, stop: int) -> int:
+        controller, tree, old = self._controller, self._controller.tree, self._receipt
+        assert old is not None, "granted leases hold a receipt"
+        stop -= stop % self._page_size
+        if stop <= self._committed or not controller.enabled:
+            return stop
+        published = stop - self._committed
+        result = tree.insert(
+            InsertParams(
+                self.key,
+                tuple(self._tables),
+                length=stop,
+                prev_prefix_len=self._committed,
+                inserted_len=self._committed,
+                priority=self._priority,
+                prompt_len=self._prompt_len,
+            )
+        )
+        self._receipt = tree.inc_lock_ref(
+            result.boundary
+        )  # before the old one goes: nothing is unheld in between
+        tree.dec_lock_ref(old)
+        first_changed = result.first_changed
+        if first_changed < stop:
+            first = first_changed // self._page_size
+            for table, ids in zip(
+                self._tables, tree.pages(result.boundary, first_changed), strict=True
+            ):
+                table[first : first + len(ids)] = ids
+            self.pages_version += 1
+            for index, ids in enumerate(result.duplicates):
+                controller.give_back(index, ids)
+                controller.counters.pages_duplicate += len(ids)
+        self._committed = stop
+        controller.counters.tokens_committed += published
+        controller.settled(self)
+        controller.tell(EventKind.COMMITTED, self, published)
+        controller.room_made()
+        return first_changed
+
+    # --- generate ---------------------------------------------------------------------------------
+
+    def append(self, token: int) -> Chunk:
+        """Add one generated token and take its page; the chunk to compute it. Synchronous,
+        amortised O(1).
+
+        Raises:
+            CapacityError: beyond the reserve, and no room; nothing changes. ValueError: not a token
+                id.
+        """
+        self.check()
+        at = len(self)
+        self._take_pages(at // self._page_size + 1)
+        self.key.append(token)
+        return Chunk(self, at, at + 1)
+
+    @property
+    def room(self) -> int:
+        """Tokens that `append` takes for sure: what is left of the reserve."""
+        return max(0, self._admitted_len - len(self))
+
+    def truncate(self, length: int) -> None:
+        """Drop the tokens from `length` on (rejected drafts), and their pages.
+
+        Raises:
+            ValueError: a length that is committed already or longer than the tokens, or a run is
+                active.
+        """
+        self.check()
+        if not self._committed <= length <= len(self) or length < 1:
+            raise ValueError(
+                f"cannot truncate to {length}: "
+                f"{self._committed} tokens are committed, {len(self)} are there"
+            )
+        if self._num_runs:
+            raise ValueError("cannot truncate while a run is active: it may be writing there")
+        self.key.truncate(length)
+        self._computed = min(self._computed, length)
+        keep = -(-length // self._page_size)
+        if keep < self._num_pages:
+            before = [self.unspent(index) for index in range(len(self._tables))]
+            dropped = [table[keep : self._num_pages].copy() for table in self._tables]
+            for table in self._tables:
+                table[keep : self._num_pages] = NO_PAGE
+            self._num_pages = keep
+            self.pages_version += 1
+            for index, ids in enumerate(dropped):
+                self._controller.give_back(index, ids)
+                self._controller.unspent[index] += self.unspent(index) - before[index]
+            self._controller.room_made()
+
+    # --- pages ------------------------------------------------------------------------------------
+
+    @property
+    def pages(self) -> Mapping[str, PageIds]:
+        """Per component, the page table: read-only int32, one id per page of the sequence (−1: none
+        taken yet)."""
+        return self.page_tables(len(self))
+
+    def page_tables(self, stop: int) -> dict[str, PageIds]:
+        """The page tables of `[0, stop)`."""
+        num_pages = -(-stop // self._page_size)
+        self._make_table_room(num_pages)
+        views = {}
+        for component, table in zip(self._controller.tree.components, self._tables, strict=True):
+            view = table[:num_pages]
+            view.flags.writeable = False
+            views[str(component.id)] = view
+        return views
+
+    def slots(
+        self, component: str = "full", start: int = 0, stop: int | None = None
+    ) -> npt.NDArray[np.int64]:
+        """Device slots of the tokens `[start, stop)`: `page id × page_size + offset`, int64.
+
+        Raises:
+            ValueError: tokens whose pages are not taken. KeyError: no such component.
+        """
+        size = self._page_size
+        stop = len(self) if stop is None else stop
+        if not 0 <= start <= stop or stop > self._num_pages * size:
+            raise ValueError(
+                f"tokens [{start}, {stop}) have no slots: "
+                f"pages are taken up to {self._num_pages * size}"
+            )
+        table = self._tables[self._component_index(component)]
+        pages = table[start // size : -(-stop // size)].astype(np.int64)
+        slots = (pages[:, None] * size + np.arange(size)).reshape(-1)
+        offset = start % size
+        return slots[offset : offset + stop - start]
+
+    @property
+    def device_indices(self) -> torch.Tensor:
+        """Slots of the computed tokens in the first component's pools, int64 on the CPU."""
+        return torch.from_numpy(
+            self.slots(str(self._controller.tree.components[0].id), 0, self._computed)
+        )
+
+    def _component_index(self, component: str) -> int:
+        for index, known in enumerate(self._controller.tree.components):
+            if known.id == component:
+                return index
+        names = ", ".join(repr(str(known.id)) for known in self._controller.tree.components)
+        raise KeyError(f"no component {component!r}; there is {names}")
+
+    def _take_pages(self, num_pages: int) -> None:
+        """Have pages for the first `num_pages` pages of the sequence; all components or none."""
+        missing = num_pages - self._num_pages
+        if missing <= 0:
+            return
+        controller = self._controller
+        beyond = self.pages_beyond_promise(num_pages * self._page_size)
+        if beyond:
+            for index in range(len(self._tables)):
+                controller.require(index, beyond)
+        self._make_table_room(num_pages)
+        for index, table in enumerate(self._tables):
+            promised = self.unspent(index)
+            table[self._num_pages : num_pages] = controller.take(index, missing)
+            controller.unspent[index] -= min(missing, promised)
+        self._num_pages = num_pages
+
+    def _make_table_room(self, num_pages: int) -> None:
+        for index, table in enumerate(self._tables):
+            if num_pages > len(table):
+                larger = np.full(max(num_pages, len(table) * 3 // 2), NO_PAGE, dtype=np.int32)
+                larger[: len(table)] = table
+                self._tables[index] = larger
+
+    def held_pages(self, index: int) -> PageIds:
+        """All pages of a component that the lease holds: the tree's, then its own."""
+        return self._tables[index][: self._num_pages]
+
+    def private_pages(self, index: int) -> PageIds:
+        """The pages of a component that are the lease's own."""
+        return self._tables[index][self._committed // self._page_size : self._num_pages]
+
+    def num_private_pages(self, index: int) -> int:
+        return self._num_pages - self._committed // self._page_size
+
+    def unspent(self, index: int) -> int:
+        """Pages of a component that admission promised and the lease has not taken."""
+        return 0 if self._closed else max(0, self._admitted_pages - self._num_pages)
+
+    def check_table(self, index: int) -> list[str]:
+        """What is wrong with the page table, for `check_integrity`."""
+        assert self._receipt is not None, "granted leases hold a receipt"
+        faults = []
+        if self._receipt.depth != self._committed:
+            faults.append(f"{self!r} holds [0, {self._receipt.depth}) and says {self._committed}")
+        canonical = self._controller.tree.pages(Boundary(self._receipt.node, self._receipt.depth))[
+            index
+        ]
+        if not np.array_equal(canonical, self._tables[index][: len(canonical)]):
+            faults.append(f"{self!r} does not use the tree's pages of what it has committed")
+        if not 0 <= self._committed <= self._computed <= self._num_pages * self._page_size:
+            faults.append(f"{self!r} is out of order: {self._num_pages} pages")
+        return faults
+
+    # --- looking ----------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Tokens of the prompt and appended ones."""
+        return self.key.num_tokens
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int64]:
+        """Read-only view of all tokens, int64."""
+        return self.key.tokens
+
+    @property
+    def computed(self) -> int:
+        """Tokens whose state is in the pools."""
+        return self._computed
+
+    @property
+    def frontier(self) -> int:
+        """Tokens that are computed, or that a run under way will have computed."""
+        return max(self._computed, self._submitted)
+
+    @property
+    def committed(self) -> int:
+        """Tokens that are published, and so read-only."""
+        return self._committed
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def pages_beyond_promise(self, num_tokens: int) -> int:
+        """Pages that `num_tokens` tokens would take beyond what the lease has or was promised."""
+        return max(
+            0, -(-num_tokens // self._page_size) - max(self._admitted_pages, self._num_pages)
+        )
+
+    @property
+    def receipt(self) -> Receipt | None:
+        """The lock on what is committed (for the controller and `extend`)."""
+        return self._receipt
+
+    def __repr__(self) -> str:
+        """No tokens: prompts do not belong in logs."""
+        return (
+            f"<Lease {self.id}: {len(self)} tokens, "
+            f"{self._computed} computed, {self._committed} committed>"
+        )
+
+    # --- end --------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Let go of everything; what is not published is dropped. Never raises, any number of
+        times, at any time."""
+        if self._closed:
+            return
+        controller = self._controller
+        if self.epoch == controller.epoch:
+            for index in range(len(self._tables)):
+                controller.unspent[index] -= self.unspent(index)
+        self._closed = True
+        controller.leases.pop(self.id, None)
+        controller.counters.leases_released += 1
+        if self._num_runs:
+            controller.ending(self)
+        else:
+            self._release()
+        controller.settled(self)
+        controller.tell(EventKind.RELEASED, self, self._committed)
+        controller.room_made()
+
+    async def aclose(self) -> None:
+        """`close`, for `contextlib.aclosing` and symmetry with `acquire`; does not wait."""
+        self.close()
+
+    def _release(self) -> None:
+        controller, receipt = self._controller, self._receipt
+        if receipt is None:
+            return
+        if self.epoch != controller.epoch:
+            controller.give_back_stale(self)
+        else:
+            controller.tree.dec_lock_ref(receipt)
+            for index in range(len(self._tables)):
+                controller.give_back(index, self.private_pages(index))
+        self._receipt = None
+        self._num_pages = self._committed // self._page_size
+
+    def check(self) -> None:
+        """Raise unless the lease can be used here and now.
+
+        Raises:
+            ClosedError, StaleError (a `reset()` came between), WrongThreadError.
+        """
+        self._controller.check()
+        if self._closed:
+            raise ClosedError(f"{self!r} is closed: lease its tokens again")
+        if self.epoch != self._controller.epoch:
+            raise StaleError(f"{self!r} is from before a reset(): lease its tokens again")
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True):
+            self._controller.dropped(self)
+            warnings.warn(
+                f"{self!r} was dropped without being closed", ResourceWarning, stacklevel=2
+            )
+
+
+class LeaseContext:
+    """`async with cache.lease(…) as lease`."""
+
+    __slots__ = ("_lease", "_timeout")
+
+    def __init__(self, lease: Lease, timeout: float | None) -> None:
+        self._lease = lease
+        self._timeout = timeout
+
+    async def __aenter__(self) -> Lease:
+        await self._lease.grant(self._timeout)
+        return self._lease
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._lease.close()
+
+
+def find_chunks(args: Iterable[Any]) -> list[Chunk]:
+    """Chunks among the arguments of a run, and one level down in lists, tuples and dicts."""
+    chunks = []
+    for arg in args:
+        if isinstance(arg, Chunk):
+            chunks.append(arg)
+        elif isinstance(arg, (list, tuple)):
+            chunks += [item for item in arg if isinstance(item, Chunk)]
+        elif isinstance(arg, dict):
+            chunks += [item for item in arg.values() if isinstance(item, Chunk)]
+    return chunks

@@ -39,6 +39,12 @@ def own(ids: PageIds) -> PageIds:
     return np.frombuffer(ids.tobytes(), INT32)
 
 
+def owns_memory(ids: PageIds) -> bool:
+    """Whether an array is as `own` makes it (for the checker)."""
+    memory: object = ids.base
+    return isinstance(memory, bytes) and len(memory) == ids.nbytes
+
+
 def join(parts: Sequence[PageIds]) -> PageIds:
     """One read-only array from several; a single one is not copied. A third of the time of
     `np.concatenate`."""

@@ -19,6 +19,7 @@ from tiered_cache.tree.components.base import (
     TreeComponent,
     join,
     own,
+    owns_memory,
 )
 from tiered_cache.types import PageIds, Tier
 
@@ -291,10 +292,7 @@ class FullComponent(TreeComponent):
         for name, value in (("value", data.value), ("host_value", data.host_value)):
             if value is not None and len(value) != num_pages:
                 fail(f"{name} has {len(value)} pages, the edge has {num_pages}")
-            memory = value.base if value is not None else None
-            if isinstance(memory, bytes) and len(memory) == value.nbytes:
-                continue
-            if value is not None:
+            if value is not None and not owns_memory(value):
                 fail(f"{name} is writable, or a view of something larger")
         parent = node.parent
         if parent is not None and parent.parent is not None:

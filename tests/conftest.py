@@ -1,0 +1,50 @@
+"""What every test runs under: nothing stays outstanding, and nothing blocks the loop."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from blockbuster import blockbuster_ctx
+
+from tiered_cache.controller import HybridCacheController
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(autouse=True)
+def nothing_outstanding(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every cache a test opens is closed, holds nothing, has lost no page and left no thread."""
+    opened: list[HybridCacheController] = []
+    start = HybridCacheController.start
+
+    async def recording_start(controller: HybridCacheController) -> None:
+        opened.append(controller)
+        await start(controller)
+
+    monkeypatch.setattr(HybridCacheController, "start", recording_start)
+    threads = set(threading.enumerate())
+    yield
+    for controller in opened:
+        assert controller.closed, "the test left a cache open"
+        assert controller.outstanding() == []
+        controller.check_integrity()
+        for pool in controller.stats().pools.values():
+            assert pool.protected == pool.private == pool.quarantined == pool.unspent == 0, pool
+            assert pool.free + pool.evictable == pool.capacity
+    deadline = time.monotonic() + 5
+    while left := [
+        t for t in set(threading.enumerate()) - threads if t.name.startswith("tiered-cache")
+    ]:
+        assert time.monotonic() < deadline, f"threads left behind: {left}"
+        time.sleep(0.01)
+
+
+@pytest.fixture(autouse=True)
+def nothing_blocks() -> Iterator[None]:
+    """A blocking call on the event loop from inside the library fails the test."""
+    with blockbuster_ctx(scanned_modules=["tiered_cache"]):
+        yield

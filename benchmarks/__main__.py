@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path  # noqa: TC003 - typer reads annotations at run time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich.console import Console
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from benchmarks.measure import Row
+
+
+FILE_COLUMNS: Final = 180
+"""Width of a table that goes into a file or a pipe."""
 
 
 class Bench(StrEnum):
@@ -68,6 +72,8 @@ def main(
     elif benches and Bench.TRACE in benches:
         raise typer.BadParameter("the trace benchmark needs --trace PATH")
     console = Console()
+    if not console.is_terminal:
+        console.width = FILE_COLUMNS
     rows: list[Row] = []
     with server_gc():
         for bench in benches or works:

@@ -12,22 +12,25 @@ import tracemalloc
 from collections import defaultdict
 from functools import partial
 from random import Random
-from statistics import fmean, median
-from time import perf_counter
-from typing import TYPE_CHECKING, Final
+from statistics import median
+from time import perf_counter, thread_time
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 
-from benchmarks.measure import Row
+from benchmarks.measure import Laps, Row
 from benchmarks.rig import Rig
-from benchmarks.workloads import SEED, as_array, calibrate
+from benchmarks.workloads import SEED, as_array
 from tiered_cache.keys import RadixKey
 from tiered_cache.types import InsertParams, MatchPrefixParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tiered_cache.types import Boundary
+    from benchmarks.measure import Run
+    from tiered_cache.types import Boundary, PageIds
+
+T = TypeVar("T")
 
 PAGE_SIZE: Final = 16
 PREFIX_TOKENS: Final = 64
@@ -62,10 +65,14 @@ class Grove:
         tail = np.full(LEAF_TOKENS, (1 << 30) + leaf, dtype=np.int64)
         return RadixKey(as_array(np.concatenate((prefix, tail))))
 
+    def prepared(self, leaf: int) -> tuple[RadixKey, PageIds]:
+        """What publishing a leaf takes: its key, and pages of its own."""
+        key = self.key(leaf)
+        return key, self.rig.take(len(key) // PAGE_SIZE)
+
     def insert(self, leaf: int) -> float:
         """Seconds that the tree took to publish one leaf."""
-        key = self.key(leaf)
-        pages = self.rig.take(len(key) // PAGE_SIZE)
+        key, pages = self.prepared(leaf)
         start_s = perf_counter()
         result = self.rig.tree.insert(InsertParams(key, (pages,)))
         took_s = perf_counter() - start_s
@@ -120,33 +127,26 @@ def calls_by_size(sizes: Sequence[int], repeat: int, samples: int = SAMPLES) -> 
     The ratio to the smallest tree is taken in `c` and within one round, so that drift of the
     machine drops out.
     """
-    rounds: dict[tuple[int, bool, str], list[tuple[float, float]]] = defaultdict(list)
+    rounds: dict[tuple[int, bool, str], list[Run]] = defaultdict(list)
     for _ in range(repeat):
         for size in sizes:
             for locked in (False, True):
-                for call, timing in _calls(size, samples, locked=locked).items():
-                    rounds[size, locked, call].append(timing)
+                for call, run in _calls(size, samples, locked=locked).items():
+                    rounds[size, locked, call].append(run)
     rows = []
     for size in sizes:
         for locked in (False, True):
             figures = {}
             for call in ("match", "insert", "evict"):
-                timings = rounds[size, locked, call]
+                runs = rounds[size, locked, call]
                 base = rounds[sizes[0], locked, call]
-                figures[f"{call}_us"] = median(us for us, _ in timings)
-                figures[f"{call}_c"] = median(us / unit for us, unit in timings)
+                figures[f"{call}_us"] = median(run.median_us for run in runs)
+                figures[f"{call}_c"] = median(run.median_c for run in runs)
                 figures[f"{call}_x"] = median(
-                    (us / unit) / (base_us / base_unit)
-                    for (us, unit), (base_us, base_unit) in zip(timings, base, strict=True)
+                    mine.median_c / least.median_c for mine, least in zip(runs, base, strict=True)
                 )
-            rows.append(
-                Row(
-                    "scaling",
-                    f"{size:,} leaves{', 90 % locked' if locked else ''}",
-                    figures,
-                    PAGE_SIZE,
-                )
-            )
+            line = f"{size:,} leaves{', 90 % locked' if locked else ''}"
+            rows.append(Row("scaling", line, figures, PAGE_SIZE))
     return rows
 
 
@@ -175,15 +175,17 @@ def worst_call(
     """The longest single call of each kind: its maximum in a run, and of several runs the least.
 
     The least, because the machine's own stalls are in every maximum but rarely in the same place.
+    `cpu_ms` is the longest call by the thread's own time, which no other process adds to.
     """
     maxima = [_worst_calls(num_leaves, policy, group_leaves) for _ in range(repeat)]
     least_ms = {f"{call}_ms": min(run[call] for run in maxima) * 1e3 for call in maxima[0]}
-    figures = {"worst_ms": max(least_ms.values()), **least_ms}
+    cpu_ms = least_ms.pop("cpu_ms")
+    figures = {"worst_ms": max(least_ms.values()), "cpu_ms": cpu_ms, **least_ms}
     return Row("worst call", line or f"{num_leaves:,} leaves, {policy}", figures, PAGE_SIZE)
 
 
-def _calls(num_leaves: int, samples: int, *, locked: bool) -> dict[str, tuple[float, float]]:
-    """Per call its median in µs, and the unit that held meanwhile."""
+def _calls(num_leaves: int, samples: int, *, locked: bool) -> dict[str, Run]:
+    """Single calls on one tree, in turn, so that it keeps its size."""
     random = Random(SEED)
     grove = Grove(num_leaves)
     grove.grow()
@@ -192,51 +194,56 @@ def _calls(num_leaves: int, samples: int, *, locked: bool) -> dict[str, tuple[fl
             if leaf % 10:
                 grove.rig.tree.inc_lock_ref(grove.match(leaf)[1])
     gc.collect()
-    before_us = calibrate()
-    times: dict[str, list[float]] = {
-        "match": [grove.match(random.randrange(num_leaves))[0] for _ in range(samples)],
-        "insert": [],
-        "evict": [],
-    }
-    for leaf in range(num_leaves, num_leaves + samples):  # in turn, so that the tree keeps its size
-        times["insert"].append(grove.insert(leaf))
-        times["evict"].append(grove.evict())
-    unit_us = fmean((before_us, calibrate()))
-    return {call: (median(taken) * 1e6, unit_us) for call, taken in times.items()}
+    laps = {call: Laps() for call in ("match", "insert", "evict")}
+    for _ in range(samples):
+        laps["match"].add(grove.match(random.randrange(num_leaves))[0], 0.0)
+    for leaf in range(num_leaves, num_leaves + samples):
+        laps["insert"].add(grove.insert(leaf), 0.0)
+        laps["evict"].add(grove.evict(), 0.0)
+    return {call: taken.summary() for call, taken in laps.items()}
 
 
 def _worst_calls(num_leaves: int, policy: str, group_leaves: int) -> dict[str, float]:
     """Seconds of the longest call of each kind as a tree grows, is used all over, and shrinks."""
     gc.collect()
     grove = Grove(num_leaves, policy, group_leaves)
-    tree = grove.rig.tree
-    worst: dict[str, float] = defaultdict(float)
-
-    def note(call: str, took_s: float) -> None:
-        worst[call] = max(worst[call], took_s)
-
+    tree, watch = grove.rig.tree, _Watch()
     for leaf in range(num_leaves):
-        note("insert", grove.insert(leaf))
+        key, pages = grove.prepared(leaf)
+        result = watch("insert", partial(tree.insert, InsertParams(key, (pages,))))
+        grove.rig.allocator.free(result.duplicates[0])
     # Every leaf is touched, then evicted from: work that a tree puts off comes due in that call.
     for leaf in range(num_leaves):
-        note("match", grove.match(leaf)[0])
-    note("first evict", grove.evict())
+        watch("match", partial(tree.match_prefix, MatchPrefixParams(grove.key(leaf))))
+    evicted = watch("first evict", partial(tree.evict, (1,)))
+    grove.rig.allocator.free(evicted.device[0])
     for leaf in range(num_leaves):
-        took_s, boundary = grove.match(leaf)
-        note("match", took_s)
-        note("hit", _seconds(partial(tree.count_hits, boundary, above=0)))
-        start_s = perf_counter()
-        receipt = tree.inc_lock_ref(boundary)
-        note("lock", perf_counter() - start_s)
-        note("unlock", _seconds(partial(tree.dec_lock_ref, receipt)))
-    note("first evict", grove.evict())
+        match = watch("match", partial(tree.match_prefix, MatchPrefixParams(grove.key(leaf))))
+        receipt = watch("lock", partial(tree.inc_lock_ref, match.device_boundary))
+        watch("hit", partial(tree.count_hits, receipt))
+        watch("unlock", partial(tree.dec_lock_ref, receipt))
+    evicted = watch("first evict", partial(tree.evict, (1,)))
+    grove.rig.allocator.free(evicted.device[0])
     for leaf in range(num_leaves, num_leaves + min(num_leaves, SAMPLES)):
-        note("insert", grove.insert(leaf))
-        note("evict", grove.evict())
-    return dict(worst)
+        key, pages = grove.prepared(leaf)
+        result = watch("insert", partial(tree.insert, InsertParams(key, (pages,))))
+        grove.rig.allocator.free(result.duplicates[0])
+        evicted = watch("evict", partial(tree.evict, (1,)))
+        grove.rig.allocator.free(evicted.device[0])
+    return watch.worst_s
 
 
-def _seconds(call: Callable[[], object]) -> float:
-    start_s = perf_counter()
-    call()
-    return perf_counter() - start_s
+class _Watch:
+    """Makes calls and remembers the longest of each kind, and of all by the thread's own time."""
+
+    def __init__(self) -> None:
+        self.worst_s: dict[str, float] = defaultdict(float)
+
+    def __call__(self, kind: str, call: Callable[[], T]) -> T:
+        cpu_s, start_s = thread_time(), perf_counter()
+        result = call()
+        took_s, cpu_s = perf_counter() - start_s, thread_time() - cpu_s
+        worst_s = self.worst_s
+        worst_s[kind] = max(worst_s[kind], took_s)
+        worst_s["cpu"] = max(worst_s["cpu"], cpu_s)
+        return result

@@ -44,16 +44,15 @@ class Model:
         return self.said
 
 
-async def test_the_loop_of_the_readme(
+def test_the_loop_of_the_readme(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It streams the answer, and the second prompt computes only what the first has not."""
     monkeypatch.chdir(ROOT)
-    names: dict[str, Any] = {}
+    model, first = Model(), list(range(1000))
+    prompts = [first, [*first, 101, 102, 103, *range(50)]]
+    names = {"your_model": model, "your_prompts": prompts}
     exec(compile(blocks("README.md", "async def answer"), "README.md", "exec"), names)
-    model = Model()
-    first = list(range(1000))
-    await names["main"](model, [first, [*first, 101, 102, 103, *range(50)]])
     assert capsys.readouterr().out.split() == ["101", "102", "103"] * 2
     # 1000 tokens, three that were generated; the second prompt shares 62 whole pages of 16.
     assert model.computed == [

@@ -63,6 +63,8 @@ def _problem(details: ErrorDetails, path: KeyPath, marks: Marks) -> ConfigProble
         case "greater_than_equal" | "greater_than":
             least = context["ge"] if "ge" in context else context["gt"] + 1
             message = f"must be {least} or more"
+        case "less_than_equal":
+            message = f"must be {context['le']} or less"
         case _ if kind in TYPE_WORDS:
             message = f"must be {TYPE_WORDS[kind]}, not {kind_of(details['input'])}"
             if kind == "string_type" and not isinstance(details["input"], dict | list | None):

@@ -141,6 +141,7 @@ def _not_empty(value: tuple[int, ...]) -> tuple[int, ...]:
 
 SizeBytes = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
 Positive = Annotated[int, Field(ge=1)]
+NumLayers = Annotated[int, Field(ge=1, le=10_000)]  # a slip of the hand must not list 10⁹ layers
 NotNegative = Annotated[int, Field(ge=0)]
 # Not strict: a YAML list is no Python tuple. The items are strict all the same.
 Layers = Annotated[tuple[NotNegative, ...], Field(strict=False), AfterValidator(_not_empty)]
@@ -156,7 +157,7 @@ class ExtraPool(Section):
     """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.]*$")]
-    num_layers: Positive | None = None
+    num_layers: NumLayers | None = None
     layers: Layers | None = None
     row_shape: Shape
     dtype: Dtype
@@ -186,7 +187,7 @@ class ModelConfig(Section):
     """
 
     dtype: Dtype
-    num_layers: Positive
+    num_layers: NumLayers
     strategy: str | None = None
     """Which kind of state the model has; None: the first registered strategy that fits."""
     id: str | None = None

@@ -32,6 +32,8 @@ SHORT_BYTES: Final = 1 << 15
 """Up to here counting non-zero high halves, which has less overhead than a maximum, is the faster
 range check."""
 
+UINT32: Final = np.dtype(np.uint32)  # a dtype instance saves its look-up
+UINT64: Final = np.dtype(np.uint64)
 HIGH_HALVES: Final = slice(1 if sys.byteorder == "little" else 0, None, 2)
 
 NAMESPACE_TAG: Final = b"tiered-cache-namespace-v1"
@@ -183,9 +185,9 @@ def tokens_to_bytes(tokens: Any, position: int = 0) -> bytes:
     else:
         data = _sequence_to_bytes(tokens, position)
     if len(data) < SHORT_BYTES:
-        bad = np.count_nonzero(np.frombuffer(data, np.uint32)[HIGH_HALVES])
+        bad = np.count_nonzero(np.frombuffer(data, UINT32)[HIGH_HALVES])
     else:
-        bad = np.frombuffer(data, np.uint64).max() > MAX_TOKEN  # a negative id reads as a huge one
+        bad = np.frombuffer(data, UINT64).max() > MAX_TOKEN  # a negative id reads as a huge one
     if bad:
         ids = np.frombuffer(data, np.int64)
         at = int(np.argmax((ids < 0) | (ids > MAX_TOKEN)))

@@ -99,10 +99,9 @@ class FullComponent(TreeComponent):
             insertion.refuse(self, duplicates, start)
 
     def commit_insert_component_data(self, leaf: Node, start: int, insertion: Insertion) -> None:
-        incoming = insertion.params.pages[self.index]
-        self._gain(
-            leaf, DEVICE, own(incoming[start // self.page_size : leaf.end // self.page_size])
-        )
+        size = self.page_size
+        ids = own(insertion.params.pages[self.index][start // size : leaf.end // size])
+        self._gain(leaf, DEVICE, ids)
 
     # --- split ------------------------------------------------------------------------------------
 

@@ -98,6 +98,14 @@ class RadixKey:
         """Read-only view of the tokens, int64 [n]."""
         return np.frombuffer(self.data, dtype=np.int64)
 
+    def span(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """The tokens `[start, stop)`, read-only int64; O(their number), also right after `append`."""
+        base = len(self._data) // TOKEN_BYTES
+        if self._appended and start >= base:
+            recent = self._appended[start - base : stop - base]
+            return np.frombuffer(recent.tobytes(), dtype=np.int64)
+        return self.tokens[start:stop]
+
     @property
     def num_tokens(self) -> int:
         return len(self._data) // TOKEN_BYTES + (len(self._appended) if self._appended else 0)

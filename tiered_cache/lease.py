@@ -51,7 +51,7 @@ class Chunk:
         self.lease = lease
         self.start = start
         self.stop = stop
-        self.tokens: npt.NDArray[np.int64] = lease.key.tokens[start:stop]
+        self.tokens: npt.NDArray[np.int64] = lease.key.span(start, stop)
 
     def __len__(self) -> int:
         return self.stop - self.start

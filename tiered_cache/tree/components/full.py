@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
 from tiered_cache.errors import StaleError, stale_prefix
 from tiered_cache.observe import EventKind
 from tiered_cache.tree.components.base import (
@@ -92,9 +90,9 @@ class FullComponent(TreeComponent):
             start += keep
             value = value[keep // page_size :]
         duplicates = params.pages[self.index][start // page_size : node.end // page_size]
-        differ = duplicates != value  # the very page that is there is nobody's duplicate
-        if np.count_nonzero(differ) < len(duplicates):
-            duplicates = duplicates[differ]
+        # The very page that is there is nobody's duplicate; and a copy, for the caller's table is
+        # about to be overwritten with the canonical ids.
+        duplicates = duplicates[duplicates != value]
         if len(duplicates):
             insertion.refuse(self, duplicates, start)
 

@@ -59,13 +59,17 @@ def test_the_unit_is_a_time() -> None:
     assert 0 < calibrate(rounds=50) < 1e4
 
 
-def test_the_tree_is_measured_at_every_page_size() -> None:
-    rows = tree.run(1, quick=True)
-    assert [(row.line, row.page_size) for row in rows] == [
+@pytest.fixture(scope="module")
+def tree_rows() -> list[measure.Row]:
+    return tree.run(1, quick=True)
+
+
+def test_the_tree_is_measured_at_every_page_size(tree_rows: list[measure.Row]) -> None:
+    assert [(row.line, row.page_size) for row in tree_rows] == [
         (line, page_size) for line in tree.LINES for page_size in tree.PAGE_SIZES
     ]
-    assert all(row.figures["median_c"] >= row.figures["without_key_c"] > 0 for row in rows)
-    matches = [row.figures["hit_rate"] for row in rows if row.line == "c: match"]
+    assert all(row.figures["median_c"] >= row.figures["without_key_c"] > 0 for row in tree_rows)
+    matches = [row.figures["hit_rate"] for row in tree_rows if row.line == "c: match"]
     assert matches == [1.0, 1.0, 1.0]
 
 
@@ -115,9 +119,11 @@ def test_a_limit_is_judged_where_it_applies() -> None:
     assert report.missed([slow]) == ["tree, a: request, P=16: median_c ≤ 28"]
 
 
-def test_every_limit_names_a_figure_that_is_measured(tmp_path: Path) -> None:
+def test_every_limit_names_a_figure_that_is_measured(
+    tree_rows: list[measure.Row], tmp_path: Path
+) -> None:
     """A limit that names no row would hold for ever."""
-    rows = tree.run(1, quick=True) + lease.run(1, quick=True) + trace.run(trace_file(tmp_path))
+    rows = [*tree_rows, *lease.run(1, quick=True), *trace.run(trace_file(tmp_path))]
     measured = {limit for row in rows for limit in limits.limits_for(row)}
     assert measured == {
         limit for limit in limits.LIMITS if limit.bench in {"tree", "lease", "trace"}

@@ -49,7 +49,7 @@ class NeverSerialised:
     def forward(self, tokens: Any, start: int) -> torch.Tensor:
         """Logits after the last of `tokens`, which stand at positions from `start` on."""
         assert self.cache.get_seq_length() == start
-        tokens = torch.as_tensor(np.asarray(tokens, dtype=np.int64))
+        tokens = torch.tensor(np.asarray(tokens, dtype=np.int64))
         output = self.model(
             input_ids=tokens[None],
             position_ids=torch.arange(start, start + len(tokens))[None],

@@ -333,17 +333,21 @@ def test_layers_with_other_state_are_refused_by_name(config: Any, words: str) ->
         check_layers(config)
 
 
-async def test_pools_of_another_model_are_refused(model: Any) -> None:
-    """Another type, size, number of layers or kind of attention: an error that says what
-    differs."""
-    wrong = {
+@pytest.fixture(scope="module")
+def other_models() -> dict[str, Any]:
+    """By words of the error. Made outside the event loop: transformers reads files."""
+    return {
         "bfloat16": tiny_model("llama", torch.bfloat16),
         r"rows \(2, 32\)": tiny_model("qwen3"),
         "on 4 layers": tiny_model("llama", num_layers=4),
         "a pool latent": tiny_model("deepseek_v3"),
     }
+
+
+async def test_pools_of_another_model_are_refused(model: Any, other_models: dict[str, Any]) -> None:
+    """Another type, size, number of layers or kind of attention: the error says what differs."""
     async with UnifiedRadixCache.open(settings(model)) as cache:
-        for words, other in wrong.items():
+        for words, other in other_models.items():
             with pytest.raises(ConfigError, match=words):
                 TransformersRunner(other, cache.pools)
 

@@ -23,16 +23,20 @@ MODELS = ["llama", "qwen3", "deepseek_v3", "smollm2"]
 
 pytestmark = pytest.mark.timeout(180)  # the first test of a fresh machine converts SmolLM2
 
-parity = pytest.mark.parametrize(
-    ("name", "dtype"),
-    [(name, dtype) for name in MODELS for dtype in DTYPES],
-    ids=lambda value: str(value).removeprefix("torch."),
+CASES = [(name, dtype) for name in MODELS for dtype in DTYPES]
+
+
+@pytest.fixture(
+    params=CASES, ids=[f"{name}-{str(dtype).removeprefix('torch.')}" for name, dtype in CASES]
 )
+def model(request: pytest.FixtureRequest) -> Any:
+    """Made outside the event loop: loading reads files."""
+    return model_of(*request.param)
 
 
 @functools.cache
-def model_of(name: str, dtype: torch.dtype) -> Any:
-    return load_smollm2(dtype).model if name == "smollm2" else tiny_model(name, dtype)  # type: ignore[arg-type]
+def model_of(name: Any, dtype: torch.dtype) -> Any:
+    return load_smollm2(dtype).model if name == "smollm2" else tiny_model(name, dtype)
 
 
 async def compute(lease: Any, runner: Any, reference: NeverSerialised, max_tokens: int) -> None:
@@ -43,13 +47,9 @@ async def compute(lease: Any, runner: Any, reference: NeverSerialised, max_token
         assert torch.equal(logits, reference.forward(chunk.tokens, chunk.start))
 
 
-@parity
-async def test_attached_state_gives_the_logits_of_the_never_serialised_cache(
-    name: str, dtype: torch.dtype
-) -> None:
+async def test_attached_state_gives_the_logits_of_the_never_serialised_cache(model: Any) -> None:
     """A first lease computes and publishes; others, longer or branching off, go on from any
     page."""
-    model = model_of(name, dtype)
     prompt, answer = random_tokens(83), random_tokens(14, seed=1)
     async with UnifiedRadixCache.open(settings(model)) as cache:
         poison(cache.pools)
@@ -83,10 +83,8 @@ async def test_attached_state_gives_the_logits_of_the_never_serialised_cache(
         assert cache.outstanding() == []
 
 
-@parity
-async def test_one_flipped_byte_shows(name: str, dtype: torch.dtype) -> None:
+async def test_one_flipped_byte_shows(model: Any) -> None:
     """The control: with one wrong byte in the pools the comparison above fails."""
-    model = model_of(name, dtype)
     prompt = random_tokens(4 * PAGE_SIZE)
     longer = [*prompt, 11, 12, 13]
     async with UnifiedRadixCache.open(settings(model)) as cache:

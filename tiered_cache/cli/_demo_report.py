@@ -54,7 +54,9 @@ def _is_shared_prompt(request: Request) -> bool:
     return request.turn == 0 and request.num_from_device > 0
 
 
-def _speedup(without: Phase, with_cache: Phase, chosen: Callable[[Request], bool]) -> Any:
+def _speedup(
+    without: Phase, with_cache: Phase, chosen: Callable[[Request], bool]
+) -> Speedup | None:
     keys = [key for key, request in with_cache.requests.items() if chosen(request)]
     if not keys:
         return None
@@ -216,16 +218,17 @@ def _plot_times(axes: Any, without: Phase, with_cache: Phase, size: DemoSize) ->
         (0.19, with_cache, WITH_COLOUR, "with cache"),
     ):
         for turn in range(size.turns):
-            times = np.array(
-                [r.ttft_from_grant_s for (_, at), r in phase.requests.items() if at == turn]
-            )
-            median = float(np.median(times))
+            here = [r for (_, at), r in phase.requests.items() if at == turn]
+            times = np.array([r.ttft_from_grant_s for r in here])
             places = turn + side + (np.linspace(-0.1, 0.1, len(times)) if len(times) > 1 else 0.0)
             axes.scatter(
                 places, times, s=34, color=colour, alpha=0.55, lw=0, label=None if turn else name
             )
+            # Who computes the shared prompt is labelled below, and is no part of the median.
+            others = np.array([not _computes_shared_prompt(r, phase) for r in here])
+            median = float(np.median(times[others] if others.any() else times))
             axes.hlines(median, turn + side - 0.15, turn + side + 0.15, color=colour, lw=2.5)
-            near = times[times < 2 * median]  # the label stands above its own cloud
+            near = times[others] if others.any() else times  # the label stands above its own cloud
             axes.annotate(
                 f"{median:.2f} s",
                 (turn + side, near.max()),
@@ -237,17 +240,16 @@ def _plot_times(axes: Any, without: Phase, with_cache: Phase, size: DemoSize) ->
                 color=colour,
             )
     for request in with_cache.requests.values():
-        if request.turn == 0 and not request.num_from_device:
+        if _computes_shared_prompt(request, with_cache):
             axes.annotate(
                 "computes the\nshared prompt",
-                (0.19 - (0.1 if size.chats > 1 else 0.0), request.ttft_from_grant_s),
+                (0.19 + 0.1 * (2 * request.chat / (size.chats - 1) - 1), request.ttft_from_grant_s),
                 xytext=(-5, -8),
                 textcoords="offset points",
                 va="top",
                 fontsize=8.5,
                 color=WITH_COLOUR,
             )
-            break
     axes.set_yscale("log")
     all_times = [r.ttft_from_grant_s for p in (without, with_cache) for r in p.requests.values()]
     axes.set_ylim(min(all_times) / 1.6, max(all_times) * 1.7)
@@ -293,6 +295,15 @@ def _plot_tokens(axes: Any, with_cache: Phase, size: DemoSize) -> None:
     )
     axes.legend(
         loc="upper left", frameon=False, fontsize=10, labelcolor=INK, ncols=2, columnspacing=1
+    )
+
+
+def _computes_shared_prompt(request: Request, phase: Phase) -> bool:
+    """Nothing was there yet, and others of its turn found what it left."""
+    return (
+        request.turn == 0
+        and not request.num_from_device
+        and any(other.turn == 0 and other.num_from_device for other in phase.requests.values())
     )
 
 

@@ -47,13 +47,17 @@ def demo(
     chats: Annotated[int, typer.Option(min=1, help="Chats at once.")] = 8,
     turns: Annotated[int, typer.Option(min=1, help="Questions per chat.")] = 3,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 16,
-    out: Annotated[Path, typer.Option(help="Where to write the plot (PNG).")] = Path("demo.png"),
+    out: Annotated[
+        Path, typer.Option(dir_okay=False, help="Where to write the plot (PNG).")
+    ] = Path("demo.png"),
     progress: Annotated[bool, typer.Option(help="Show a progress bar.")] = True,
 ) -> None:
     """Chat with a real model, without and with the cache: same answers, sooner.
 
     Exits with 1 when an answer differs.
     """
+    if not out.resolve().parent.is_dir():  # said now, not after the minutes that it takes
+        raise typer.BadParameter(f"there is no folder {out.parent}", param_hint="--out")
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         typer.echo(f"The demo needs {', '.join(missing)}. Install with:\n  {INSTALL}", err=True)

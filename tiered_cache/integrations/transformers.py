@@ -49,10 +49,10 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Collection, Sequence
     from contextlib import AbstractAsyncContextManager
 
-    from tiered_cache.cache import UnifiedRadixCache
-    from tiered_cache.lease import Chunk
     from transformers import PreTrainedConfig, PreTrainedModel
 
+    from tiered_cache.cache import UnifiedRadixCache
+    from tiered_cache.lease import Chunk
     from tiered_cache.pools.device import DevicePools
     from tiered_cache.pools.spec import PoolSpec
 
@@ -123,7 +123,9 @@ class TransformersRunner:
                 live = self._attach(chunk)
             device = self.model.device
             output = self.model(
-                input_ids=torch.as_tensor(chunk.tokens, dtype=torch.int64, device=device)[None],
+                input_ids=torch.tensor(chunk.tokens, device=device)[
+                    None
+                ],  # a copy: tokens are read-only
                 # Explicit: some models would count from 0 again.
                 position_ids=torch.arange(chunk.start, chunk.stop, device=device)[None],
                 cache=live.cache,

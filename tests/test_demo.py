@@ -1,0 +1,107 @@
+"""The demo runs, says the same with and without the cache, and shows what it promises."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from tiered_cache.cli import _demo_run as run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.timeout(300)
+
+DEMO = [sys.executable, "-c", "from tiered_cache.cli.app import main; main()", "demo"]
+
+
+def test_two_chats_say_the_same_sooner(tmp_path: Path) -> None:
+    """In a process of its own: the demo sets torch's threads and the gc for its whole process."""
+    plot = tmp_path / "plot.png"
+    command = [*DEMO, "--chats=2", "--turns=2", "--new-tokens=8", f"--out={plot}", "--no-progress"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert str(plot) in done.stdout
+    assert "Same answers: " in done.stdout
+    assert "The model's grant: " in done.stdout
+    assert re.search(r"requests +│ +4 +│ +4", done.stdout)
+    # Four prompts of about 1,000 shared tokens: three of them, and the histories, come from the
+    # device.
+    assert _cells(done.stdout, "prompt tokens from device")[:2] == ["0", "3,216"]
+    (ratio,) = _cells(done.stdout, "TTFT from grant, turn 2+, median")[2:]
+    assert float(ratio.removesuffix(" ×")) >= 3  # 10 or more alone; CI machines are busy
+
+
+def _cells(text: str, name: str) -> list[str]:
+    line = next(line for line in text.splitlines() if name in line)
+    return [cell.strip() for cell in line.strip("│").split("│")[1:]]
+
+
+def test_a_folder_that_is_not_there_is_said_at_once(tmp_path: Path) -> None:
+    command = [*DEMO, f"--out={tmp_path / 'no' / 'plot.png'}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "there is no folder" in done.stderr
+
+
+# --- Comparing ------------------------------------------------------------------------------------
+
+
+def _logits(best: int, second: int, margin: float) -> torch.Tensor:
+    logits = torch.zeros(8)
+    logits[best], logits[second] = 5.0, 5.0 - margin
+    return logits
+
+
+def _comparison(margins: list[float]) -> run.Comparison:
+    """Of an answer of tokens 1, 1, 1, …, each with token 2 as second best by its margin."""
+    reference = run.Reference()
+    choose = reference.chooser(0, 0)
+    assert [choose(_logits(1, 2, margin)) for margin in margins] == [1] * len(margins)
+    return run.Comparison(reference)
+
+
+def test_equal_tokens_are_the_same() -> None:
+    comparison = _comparison([1.0, 1e-5, 1.0])
+    choose = comparison.chooser(0, 0)
+    assert [choose(_logits(1, 2, 0.5)) for _ in range(3)] == [1, 1, 1]
+    assert comparison.same
+    assert comparison.num_compared == 3
+    assert not comparison.near_ties
+
+
+def test_another_token_is_a_difference_and_ends_the_comparison_of_its_chat() -> None:
+    comparison = _comparison([1.0, 1.0, 1.0])
+    choose = comparison.chooser(0, 0)
+    assert [choose(_logits(2, 1, 0.5)) for _ in range(5)] == [2] * 5
+    assert not comparison.same
+    assert comparison.num_compared == 1
+    assert [(d.chat, d.position, d.expected.token, d.found) for d in comparison.differences] == [
+        (0, 0, 1, 2)
+    ]
+
+
+def test_a_near_tie_is_told_and_the_reference_followed() -> None:
+    """The margin counts that the run without cache saw, not the other one's."""
+    comparison = _comparison([1.0, 5e-4, 1.0])
+    choose = comparison.chooser(0, 0)
+    assert choose(_logits(1, 2, 1e-6)) == 1
+    assert choose(_logits(2, 1, 0.5)) == 1
+    assert choose(_logits(1, 2, 0.5)) == 1
+    assert comparison.same
+    assert [d.position for d in comparison.near_ties] == [1]
+
+
+def test_more_than_one_percent_near_ties_are_not_the_same() -> None:
+    comparison = _comparison([1e-4] * 10)
+    choose = comparison.chooser(0, 0)
+    for _ in range(2):
+        choose(_logits(2, 1, 1e-4))
+    assert not comparison.differences
+    assert not comparison.same

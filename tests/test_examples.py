@@ -1,0 +1,25 @@
+"""Every example runs as it stands and says what its text promises."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SAID = {"serving_loop.py": "100 tokens, 96 reused", "batch_step.py": "same tokens as one by one"}
+"""Each example, and words of its output that only appear when it did its work."""
+
+
+def test_every_example_is_listed() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == SAID.keys()
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_it_runs(name: str) -> None:
+    command = [sys.executable, "-W", "error", str(EXAMPLES / name)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert SAID[name] in done.stdout

@@ -8,7 +8,7 @@ Refuses to know: what happens at run time; `UnifiedRadixCache.open` calls it onc
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
@@ -68,7 +68,6 @@ def build(
     config: Config,
     *,
     device_pools: Mapping[str, Sequence[torch.Tensor]] | None = None,
-    stream: Any = None,
     observers: Sequence[Observer] = (),
 ) -> Parts:
     """Makes the parts of a cache.
@@ -76,8 +75,6 @@ def build(
     Args:
         config: what `load_config` returned.
         device_pools: the user's own tensors (see `DevicePools`); they define the page count.
-        stream: the CUDA stream that the user's kernels run on. It orders copies between tiers, so
-            with one tier there is nothing to order.
         observers: called at every commit beat of the tree.
 
     Raises:

@@ -45,7 +45,6 @@ class UnifiedRadixCache:
         config: Config,
         *,
         device_pools: Mapping[str, Sequence[torch.Tensor]] | None = None,
-        stream: Any = None,
         observers: Sequence[Observer] = (),
         run_executor: concurrent.futures.Executor | None = None,
     ) -> Opening:
@@ -56,7 +55,6 @@ class UnifiedRadixCache:
             config: from `load_config`.
             device_pools: your own device tensors: pool name to one tensor per layer; they define
                 the page count.
-            stream: the CUDA stream of your kernels.
             observers: told of every change, synchronously (see `tiered_cache.observe`).
             run_executor: where `run` computes; yours to shut down. Default: own daemon threads,
                 `run_threads` of them.
@@ -64,7 +62,7 @@ class UnifiedRadixCache:
         Raises:
             ConfigError: with all that is wrong, when awaited or entered.
         """
-        return Opening(config, device_pools, stream, observers, run_executor)
+        return Opening(config, device_pools, observers, run_executor)
 
     # --- for a serving loop -----------------------------------------------------------------------
 
@@ -90,10 +88,10 @@ class UnifiedRadixCache:
                 raises.
             reserve: tokens that `append` must be able to take, whatever others do.
 
-        Raises (when entered):
-            ValueError, TypeError: tokens or arguments that make no sense. AdmissionTimeout: nothing
-                is held.
-            CapacityError: prompt and reserve are more than the device tier could ever hold.
+        Raises:
+            ValueError, TypeError: tokens or arguments that make no sense (at once).
+            AdmissionTimeout: not admitted in time; nothing is held (when entered).
+            CapacityError: more than the device tier could ever hold (when entered).
         """
         self._controller.check()
         key = RadixKey(tokens, extra_key, cache_salt)
@@ -269,19 +267,17 @@ class Opening:
     """What `open` returns: awaitable, and an asynchronous context manager that closes what it
     opened."""
 
-    __slots__ = ("_cache", "_config", "_device_pools", "_observers", "_run_executor", "_stream")
+    __slots__ = ("_cache", "_config", "_device_pools", "_observers", "_run_executor")
 
     def __init__(
         self,
         config: Config,
         device_pools: Mapping[str, Sequence[torch.Tensor]] | None,
-        stream: Any,
         observers: Sequence[Observer],
         run_executor: concurrent.futures.Executor | None,
     ) -> None:
         self._config = config
         self._device_pools = device_pools
-        self._stream = stream
         self._observers = observers
         self._run_executor = run_executor
         self._cache: UnifiedRadixCache | None = None
@@ -290,12 +286,7 @@ class Opening:
         return self._open().__await__()
 
     async def _open(self) -> UnifiedRadixCache:
-        parts = build(
-            self._config,
-            device_pools=self._device_pools,
-            stream=self._stream,
-            observers=self._observers,
-        )
+        parts = build(self._config, device_pools=self._device_pools, observers=self._observers)
         executor = self._run_executor
         controller = HybridCacheController(
             parts.tree,

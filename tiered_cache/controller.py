@@ -14,6 +14,8 @@ lease's reserve is one synchronous step that cannot fail.
 from __future__ import annotations
 
 import asyncio
+import inspect
+import itertools
 import os
 import threading
 from collections import deque
@@ -95,6 +97,7 @@ class HybridCacheController:
         self._queue: deque[asyncio.Event] = deque()
         self._claims: list[Claim] = []
         self._num_runs = 0
+        self._lease_ids = itertools.count(1)
         self._ending: dict[
             int, Lease
         ] = {}  # closed leases that a run still touches: strong, or their pages would leak
@@ -124,8 +127,21 @@ class HybridCacheController:
         if asyncio._get_running_loop() is not self._loop or self.closed:
             raise self._why_not()
 
+    @property
+    def is_foreign_process(self) -> bool:
+        """Whether this is a copy in a forked child, which must not touch anything."""
+        return os.getpid() != self._process
+
+    def check_thread(self) -> None:
+        """The part of `check` that also holds for clean-up."""
+        if threading.get_ident() != self._thread:
+            raise self._why_not()
+
+    def new_lease_id(self) -> int:
+        return next(self._lease_ids)
+
     def _why_not(self) -> Exception:
-        if os.getpid() != self._process:
+        if self.is_foreign_process:
             return ClosedError("this cache was inherited through a fork: open one in the child")
         if threading.get_ident() != self._thread:
             return WrongThreadError(
@@ -239,6 +255,8 @@ class HybridCacheController:
         Raises:
             StaleError, ValueError: a chunk that cannot be computed now. Nothing has run.
         """
+        if inspect.iscoroutinefunction(fn):
+            raise TypeError("run computes in a thread and takes a plain function, not a coroutine")
         self._check_chunks(leases, chunks)
         claims = [
             Claim(
@@ -334,6 +352,8 @@ class HybridCacheController:
 
     def dropped(self, lease: Lease) -> None:
         """A lease went without being closed (called from its finaliser, in any thread)."""
+        if self.is_foreign_process:
+            return
         self._dropped.append(lease)
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._close_dropped)

@@ -99,7 +99,7 @@ class RadixKey:
         return np.frombuffer(self.data, dtype=np.int64)
 
     def span(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """The tokens `[start, stop)`, read-only int64; O(their number), also right after `append`."""
+        """The tokens `[start, stop)`, read-only int64; as cheap right after `append`."""
         base = len(self._data) // TOKEN_BYTES
         if self._appended and start >= base:
             recent = self._appended[start - base : stop - base]

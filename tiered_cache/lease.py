@@ -80,7 +80,7 @@ class Lease:
     """Made by `UnifiedRadixCache.lease` and `acquire`; belongs to the cache's loop.
 
     Attributes:
-        id: unique within the process.
+        id: unique within the cache.
         prefix_len: tokens at the front that were reused instead of computed. They are on the
             device, and held.
         hits: the reused tokens by tier. why: why the prefix ends where it does, for people.
@@ -88,13 +88,10 @@ class Lease:
         pages_version: rises whenever an entry of a page table changes in place.
     """
 
-    _next_id = 0
-
     def __init__(
         self, controller: HybridCacheController, key: RadixKey, *, priority: int, reserve: int
     ) -> None:
-        Lease._next_id += 1
-        self.id = Lease._next_id
+        self.id = controller.new_lease_id()
         self.key = key
         self.prefix_len = 0
         self.hits = Hits()
@@ -538,6 +535,7 @@ class Lease:
             table[self._num_pages : num_pages] = controller.take(index, missing)
             controller.unspent[index] -= min(missing, promised)
         self._num_pages = num_pages
+        self.pages_version += 1
 
     def _make_table_room(self, num_pages: int) -> None:
         for index, table in enumerate(self._tables):
@@ -627,11 +625,17 @@ class Lease:
     # --- end --------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Let go of everything; what is not published is dropped. Never raises, any number of
-        times, at any time."""
-        if self._closed:
-            return
+        """Let go of everything; what is not published is dropped.
+
+        Any number of times, at any time, also after a `reset()` or the cache's end.
+
+        Raises:
+            WrongThreadError: from another thread than the cache's; nothing changes.
+        """
         controller = self._controller
+        if self._closed or controller.is_foreign_process:
+            return
+        controller.check_thread()
         if self.epoch == controller.epoch:
             for index in range(len(self._tables)):
                 controller.unspent[index] -= self.unspent(index)
@@ -693,6 +697,8 @@ class LeaseContext:
         self._timeout = timeout
 
     async def __aenter__(self) -> Lease:
+        if self._lease.epoch >= 0:
+            raise ClosedError("this lease was entered before: ask the cache for a new one")
         await self._lease.grant(self._timeout)
         return self._lease
 

@@ -1,5 +1,4 @@
-"""What the transformers tests share: tiny models, a cache that fits, and the never-serialised
-reference."""
+"""What the transformers tests share: settings that fit, and the reference."""
 
 from __future__ import annotations
 

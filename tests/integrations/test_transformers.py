@@ -40,8 +40,7 @@ async def collect(*args: Any, **kwargs: Any) -> list[int]:
 
 
 async def test_generate_streams_what_the_model_says_and_reuses_it(model: Any) -> None:
-    """The second request on the same prompt finds it, and says the same; a longer one finds the
-    answer too."""
+    """The same prompt again says the same, reused; a longer one reuses the answer, too."""
     prompt = random_tokens(50)
     expected = greedy_tokens(model, prompt, 20)
     async with UnifiedRadixCache.open(settings(model)) as cache:
@@ -201,8 +200,7 @@ async def test_nothing_to_do_is_an_error(model: Any, prompt: list[int], count: i
 
 
 async def test_after_a_jump_the_state_of_others_is_read(model: Any) -> None:
-    """Another request published what comes next: the kept cache is too short, and is attached
-    anew."""
+    """Another request published what comes next: what was kept is too short, and replaced."""
     prompt = random_tokens(100)
     async with UnifiedRadixCache.open(settings(model)) as cache:
         poison(cache.pools)
@@ -243,6 +241,32 @@ async def test_after_truncate_the_rejected_tokens_are_forgotten(model: Any) -> N
                 chunk = lease.append(token)
                 logits = await lease.run(runner, chunk)
                 assert torch.equal(logits, reference.forward([token], chunk.start))
+
+
+async def test_drafts_are_not_mistaken_for_what_others_published(model: Any) -> None:
+    """Drafts are rejected, and what replaces them was published by somebody else up to the same
+    length: what was kept for the lease is as long as the new prefix, and still not its state.
+    """
+    prompt, drafts, published = random_tokens(20), [3] * 12, [4] * 12
+    async with UnifiedRadixCache.open(settings(model)) as cache:
+        runner = TransformersRunner(model, cache.pools)
+        async with cache.lease(prompt, reserve=16) as lease:
+            while (chunk := await lease.next_chunk(512)) is not None:
+                await lease.run(runner, chunk)
+            for token in drafts:
+                await lease.run(runner, lease.append(token))
+            lease.truncate(20)
+            await collect(
+                cache, TransformersRunner(model, cache.pools), [*prompt, *published, 5], 1
+            )
+            for token in [*published, 6]:
+                lease.append(token)
+            chunk = await lease.next_chunk(512)
+            assert (chunk.start, chunk.stop) == (32, 33)
+            reference = NeverSerialised(model)
+            reference.forward([*prompt, *published], 0)
+            logits = await lease.run(runner, chunk)
+            assert torch.allclose(logits, reference.forward([6], 32), atol=1e-4)
 
 
 async def test_a_run_that_raised_leaves_nothing_half_grown(model: Any) -> None:

@@ -48,8 +48,7 @@ async def compute(lease: Any, runner: Any, reference: NeverSerialised, max_token
 
 
 async def test_attached_state_gives_the_logits_of_the_never_serialised_cache(model: Any) -> None:
-    """A first lease computes and publishes; others, longer or branching off, go on from any
-    page."""
+    """A first lease computes and publishes; others branch off at any page and go on."""
     prompt, answer = random_tokens(83), random_tokens(14, seed=1)
     async with UnifiedRadixCache.open(settings(model)) as cache:
         poison(cache.pools)

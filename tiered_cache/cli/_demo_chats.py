@@ -1,5 +1,4 @@
-"""What is said in the demo: one long system prompt that all chats share, and each chat's own
-questions.
+"""What is said in the demo: one long system prompt for all chats, and their questions.
 
 The text was written for this project; the product does not exist.
 """
@@ -123,8 +122,7 @@ FOLLOW_UP: Final = "Thank you. Please tell me one more useful thing about my sta
 
 
 def question(chat: int, turn: int) -> str:
-    """What chat number `chat` asks in turn number `turn`, both from 0; any number of either
-    works."""
+    """What chat `chat` asks in turn `turn`, both from 0; any number of either works."""
     own = QUESTIONS[chat % len(QUESTIONS)]
     text = own[turn] if turn < len(own) else FOLLOW_UP
     if turn == 0 and chat >= len(QUESTIONS):  # the same questions again, from somebody else

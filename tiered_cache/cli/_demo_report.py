@@ -45,8 +45,7 @@ def later_turns(without: Phase, with_cache: Phase) -> Speedup | None:
 
 
 def shared_prompt(without: Phase, with_cache: Phase) -> Speedup | None:
-    """First questions that found the system prompt computed by another chat; None: there were
-    none."""
+    """First questions that found the system prompt cached; None: there were none."""
     return _speedup(without, with_cache, _is_shared_prompt)
 
 

@@ -13,17 +13,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import torch
-from tiered_cache.cache import UnifiedRadixCache
 
+from tiered_cache.cache import UnifiedRadixCache
 from tiered_cache.cli._demo_chats import HANDBOOK, question
+from tiered_cache.errors import TieredCacheError
 from tiered_cache.integrations.transformers import TransformersRunner, generate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tiered_cache.lease import Chunk
-
     from tiered_cache.config import Config
+    from tiered_cache.lease import Chunk
     from tiered_cache.testing.models import ChatModel
 
 NEAR_TIE: Final = 1e-3
@@ -97,18 +97,32 @@ async def run_phase(
     `on_tokens(n)` is told about progress: it adds up to `num_requests × new_tokens`.
     """
     requests: dict[tuple[int, int], Request] = {}
+    failed: BaseExceptionGroup[TieredCacheError] | None = None
     async with UnifiedRadixCache.open(config) as cache:
         runner = TransformersRunner(chat_model.model, cache.pools)
         scheduler = (
             asyncio.Lock()
         )  # first come, first served: a prompt in one go, then token by token
         started = time.perf_counter()
-        async with asyncio.TaskGroup() as group:
-            for chat in range(size.chats):
-                talk = _Talk(cache, runner, scheduler, chat_model, size, judge, on_tokens)
-                group.create_task(talk.run(chat, requests))
+        talk = _Talk(cache, runner, scheduler, chat_model, size, judge, on_tokens)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for chat in range(size.chats):
+                    group.create_task(talk.run(chat, requests))
+        except* TieredCacheError as errors:
+            failed = errors
+        if failed is not None:
+            raise _first(failed)  # what one chat meets all meet: one is enough to be told
         wall_s = time.perf_counter() - started
     return Phase(dict(sorted(requests.items())), wall_s)
+
+
+def _first(errors: BaseExceptionGroup[TieredCacheError]) -> TieredCacheError:
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, TieredCacheError)
+    return error
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,8 +238,7 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """No difference, and near-ties in at most 1 % of the tokens (a single one always
-        passes)."""
+        """No difference, and near-ties in at most 1 % of the tokens (one always passes)."""
         return not self.differences and len(self.near_ties) <= max(1, self.num_compared // 100)
 
     def chooser(self, chat: int, turn: int) -> Callable[[torch.Tensor], int]:

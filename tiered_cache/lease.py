@@ -15,14 +15,13 @@ Ownership by position (semantics §11.1), in tokens:
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from tiered_cache.errors import CapacityError, ClosedError, StaleError
-from tiered_cache.observe import EventKind
 from tiered_cache.types import NO_PAGE, Boundary, Hits, InsertParams, MatchPrefixParams
 
 if TYPE_CHECKING:
@@ -35,6 +34,8 @@ if TYPE_CHECKING:
     from tiered_cache.types import PageIds
 
 T = TypeVar("T")
+
+INT32: Final = np.dtype(np.int32)
 
 
 class Chunk:
@@ -83,19 +84,44 @@ class Lease:
         id: unique within the cache.
         prefix_len: tokens at the front that were reused instead of computed. They are on the
             device, and held.
-        hits: the reused tokens by tier. why: why the prefix ends where it does, for people.
         key: the tokens (prompt and appended ones) in their namespace.
         pages_version: rises whenever an entry of a page table changes in place.
     """
 
+    __slots__ = (
+        "__weakref__",
+        "_admitted_len",
+        "_admitted_pages",
+        "_closed",
+        "_committed",
+        "_computed",
+        "_controller",
+        "_deferred",
+        "_full_hit_length",
+        "_num_pages",
+        "_num_runs",
+        "_page_size",
+        "_priority",
+        "_prompt_len",
+        "_receipt",
+        "_reused",
+        "_submitted",
+        "_tables",
+        "epoch",
+        "granted_at",
+        "id",
+        "key",
+        "pages_version",
+        "prefix_len",
+    )
+
     def __init__(
         self, controller: HybridCacheController, key: RadixKey, *, priority: int, reserve: int
     ) -> None:
+        self._closed = True  # until it is granted there is nothing to close
         self.id = controller.new_lease_id()
         self.key = key
         self.prefix_len = 0
-        self.hits = Hits()
-        self.why = ""
         self.pages_version = 0
         self.epoch = -1
         self.granted_at = 0.0
@@ -112,9 +138,10 @@ class Lease:
         self._num_pages = 0
         self._num_runs = 0
         self._deferred = 0  # commit up to here when the last run has ended
-        self._closed = True  # until it is granted there is nothing to close
+        self._reused = 0
+        self._full_hit_length = 0
         self._tables = [
-            np.full(self._admitted_pages, NO_PAGE, dtype=np.int32) for _ in controller.allocators
+            np.full(self._admitted_pages, NO_PAGE, INT32) for _ in controller.allocators
         ]
 
     # --- grant ------------------------------------------------------------------------------------
@@ -151,18 +178,13 @@ class Lease:
         self._receipt = tree.inc_lock_ref(boundary)
         tree.count_hits(self._receipt)
         self._closed = False
-        self.epoch = controller.epoch
         self.granted_at = controller.now()
         self._adopt_prefix(self._receipt)
         self.prefix_len = boundary.depth
+        self._full_hit_length = match.full_hit_length
         for index in range(len(self._tables)):
             controller.unspent[index] += self.unspent(index)
-        self.why = self._explain(match.full_hit_length)
-        controller.leases[self.id] = self
-        controller.counters.leases_granted += 1
-        controller.counters.tokens_requested += self._prompt_len
-        controller.counters.tokens_hit_device += boundary.depth
-        controller.tell(EventKind.GRANTED, self, boundary.depth)
+        self.epoch = controller.granted(self)
         return True
 
     def _adopt_prefix(self, receipt: Receipt) -> None:
@@ -172,12 +194,19 @@ class Lease:
         pages = self._controller.tree.pages(Boundary(receipt.node, receipt.depth), self._committed)
         for table, ids in zip(self._tables, pages, strict=True):
             table[first:last] = ids
-        self.hits = Hits(device=self.hits.device + receipt.depth - self._computed)
+        self._reused += receipt.depth - self._computed
         self._num_pages = max(self._num_pages, last)
         self._committed = self._computed = receipt.depth
         self.pages_version += 1
 
-    def _explain(self, full_hit_length: int) -> str:
+    @property
+    def hits(self) -> Hits:
+        """Tokens that were reused instead of computed, by the tier they came from."""
+        return Hits(device=self._reused)
+
+    @property
+    def why(self) -> str:
+        """Why the prefix ends where it does, for people."""
         reusable = (self._prompt_len - 1) // self._page_size * self._page_size
         if not self._controller.enabled:
             return "the cache is off"
@@ -188,7 +217,7 @@ class Lease:
                 else "no whole page before the last token"
             )
         page = f"[{self.prefix_len}, {self.prefix_len + self._page_size})"
-        if full_hit_length > self.prefix_len:
+        if self._full_hit_length > self.prefix_len:
             return f"page {page} was known, but not on the device"
         return f"page {page} was not cached"
 
@@ -251,10 +280,7 @@ class Lease:
         for index, ids in enumerate(superfluous):
             controller.give_back(index, ids)
             controller.unspent[index] += self.unspent(index) - before[index]
-        controller.counters.rematches += 1
-        controller.counters.tokens_hit_device += gained
-        controller.tell(EventKind.REMATCHED, self, gained)
-        controller.room_made()
+        controller.rematched(self, gained)
 
     def allocate(self, num_tokens: int) -> Chunk:
         """The next `num_tokens` tokens to compute, for callers that cut and schedule themselves.
@@ -408,10 +434,7 @@ class Lease:
                 controller.give_back(index, ids)
                 controller.counters.pages_duplicate += len(ids)
         self._committed = stop
-        controller.counters.tokens_committed += published
-        controller.settled(self)
-        controller.tell(EventKind.COMMITTED, self, published)
-        controller.room_made()
+        controller.committed(self, published)
         return first_changed
 
     # --- generate ---------------------------------------------------------------------------------
@@ -640,15 +663,9 @@ class Lease:
             for index in range(len(self._tables)):
                 controller.unspent[index] -= self.unspent(index)
         self._closed = True
-        controller.leases.pop(self.id, None)
-        controller.counters.leases_released += 1
-        if self._num_runs:
-            controller.ending(self)
-        else:
+        if not self._num_runs:
             self._release()
-        controller.settled(self)
-        controller.tell(EventKind.RELEASED, self, self._committed)
-        controller.room_made()
+        controller.released(self, is_running=self._num_runs > 0)
 
     async def aclose(self) -> None:
         """`close`, for `contextlib.aclosing` and symmetry with `acquire`; does not wait."""
@@ -680,7 +697,7 @@ class Lease:
             raise StaleError(f"{self!r} is from before a reset(): lease its tokens again")
 
     def __del__(self) -> None:
-        if not getattr(self, "_closed", True):
+        if not self._closed:
             self._controller.dropped(self)
             warnings.warn(
                 f"{self!r} was dropped without being closed", ResourceWarning, stacklevel=2

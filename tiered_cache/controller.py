@@ -132,10 +132,19 @@ class HybridCacheController:
         """Whether this is a copy in a forked child, which must not touch anything."""
         return os.getpid() != self._process
 
-    def check_thread(self) -> None:
-        """The part of `check` that also holds for clean-up."""
+    def may_clean_up(self) -> bool:
+        """Whether there is something to clean up here: not in a copy in a forked child.
+
+        Raises:
+            WrongThreadError: from another thread than the cache's.
+        """
+        if asyncio._get_running_loop() is self._loop:
+            return True
+        if self.is_foreign_process:
+            return False
         if threading.get_ident() != self._thread:
             raise self._why_not()
+        return True
 
     def new_lease_id(self) -> int:
         return next(self._lease_ids)
@@ -218,6 +227,10 @@ class HybridCacheController:
 
     # --- admission --------------------------------------------------------------------------------
 
+    def admit_now(self, attempt: Callable[[], bool]) -> bool:
+        """Grant at once if nobody is ahead and `attempt` succeeds."""
+        return not self._queue and attempt()
+
     async def admit(self, attempt: Callable[[], bool], timeout: float | None) -> None:
         """First in, first out, until `attempt` succeeds; it is called with nobody ahead, and grants
         in that very step.
@@ -225,8 +238,6 @@ class HybridCacheController:
         Raises:
             AdmissionTimeout: `timeout` seconds have passed; nothing is held.
         """
-        if not self._queue and attempt():
-            return
         turn = asyncio.Event()
         self._queue.append(turn)
         self.counters.admissions_queued += 1

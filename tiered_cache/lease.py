@@ -163,7 +163,8 @@ class Lease:
                     free=allocator.num_free,
                     evictable=self._controller.tree.components[index].device.evictable,
                 )
-        await self._controller.admit(self._try_grant, timeout)
+        if not self._controller.admit_now(self._try_grant):
+            await self._controller.admit(self._try_grant, timeout)
 
     def _try_grant(self) -> bool:
         controller, tree = self._controller, self._controller.tree
@@ -179,7 +180,7 @@ class Lease:
         tree.count_hits(self._receipt)
         self._closed = False
         self.granted_at = controller.now()
-        self._adopt_prefix(self._receipt)
+        self._adopt_prefix(boundary)
         self.prefix_len = boundary.depth
         self._full_hit_length = match.full_hit_length
         for index in range(len(self._tables)):
@@ -187,16 +188,20 @@ class Lease:
         self.epoch = controller.granted(self)
         return True
 
-    def _adopt_prefix(self, receipt: Receipt) -> None:
-        """Point the tables at the tree's pages up to the receipt's depth."""
-        first, last = self._committed // self._page_size, receipt.depth // self._page_size
-        self._make_table_room(last)
-        pages = self._controller.tree.pages(Boundary(receipt.node, receipt.depth), self._committed)
+    def _adopt_prefix(self, boundary: Boundary) -> None:
+        """Point the tables at the tree's pages up to a boundary that is locked."""
+        depth = boundary.depth
+        if not depth:
+            return
+        first, last = self._committed // self._page_size, depth // self._page_size
+        if last > len(self._tables[0]):
+            self._make_table_room(last)
+        pages = self._controller.tree.pages(boundary, self._committed)
         for table, ids in zip(self._tables, pages, strict=True):
             table[first:last] = ids
-        self._reused += receipt.depth - self._computed
+        self._reused += depth - self._computed
         self._num_pages = max(self._num_pages, last)
-        self._committed = self._computed = receipt.depth
+        self._committed = self._computed = depth
         self.pages_version += 1
 
     @property
@@ -242,26 +247,25 @@ class Lease:
         while True:
             self.check()
             self._rematch()
-            start = self.frontier
-            if start >= len(self):
+            start, length = self.frontier, self.key.num_tokens
+            if start >= length:
                 return None
             claim = controller.claim_over(self, start)
             if claim is None:
                 break
             controller.counters.chunk_waits += 1
             await claim.released.wait()
-        stop = len(self)
-        if stop - start > max_tokens:
-            stop = start + max_tokens
-            whole = stop - stop % self._page_size
-            stop = whole if whole > start else stop
-        return self._hand_out(start, stop)
+        stop = start + max_tokens
+        if stop >= length:
+            return self._hand_out(start, length)
+        whole = stop - stop % self._page_size
+        return self._hand_out(start, whole if whole > start else stop)
 
     def _rematch(self) -> None:
         """Go on from what others have published, if that is beyond what this lease has computed."""
         controller, tree, old = self._controller, self._controller.tree, self._receipt
         assert old is not None, "granted leases hold a receipt"
-        if self._num_runs or not controller.enabled:
+        if not old.node.children or self._num_runs or not controller.enabled:
             return
         boundary = tree.match_deeper(old, self.key, len(self) - 1)
         if boundary is None or boundary.depth <= self._computed:
@@ -276,7 +280,7 @@ class Lease:
         gained = receipt.depth - self._computed
         if self._computed == self.prefix_len:
             self.prefix_len = receipt.depth
-        self._adopt_prefix(receipt)
+        self._adopt_prefix(boundary)
         for index, ids in enumerate(superfluous):
             controller.give_back(index, ids)
             controller.unspent[index] += self.unspent(index) - before[index]
@@ -407,20 +411,19 @@ class Lease:
         if stop <= self._committed or not controller.enabled:
             return stop
         published = stop - self._committed
-        result = tree.insert(
-            InsertParams(
-                self.key,
-                tuple(self._tables),
-                length=stop,
-                prev_prefix_len=self._committed,
-                inserted_len=self._committed,
-                priority=self._priority,
-                prompt_len=self._prompt_len,
-            )
+        params = InsertParams(
+            self.key,
+            tuple(self._tables),
+            length=stop,
+            prev_prefix_len=self._committed,
+            inserted_len=self._committed,
+            priority=self._priority,
         )
-        self._receipt = tree.inc_lock_ref(
-            result.boundary
-        )  # before the old one goes: nothing is unheld in between
+        if self._committed < self._prompt_len < stop:
+            params.prompt_len = self._prompt_len
+        result = tree.insert(params)
+        # The new lock comes before the old one goes: nothing is unheld in between.
+        self._receipt = tree.inc_lock_ref(result.boundary)
         tree.dec_lock_ref(old)
         first_changed = result.first_changed
         if first_changed < stop:
@@ -552,7 +555,8 @@ class Lease:
         if beyond:
             for index in range(len(self._tables)):
                 controller.require(index, beyond)
-        self._make_table_room(num_pages)
+        if num_pages > len(self._tables[0]):
+            self._make_table_room(num_pages)
         for index, table in enumerate(self._tables):
             promised = self.unspent(index)
             table[self._num_pages : num_pages] = controller.take(index, missing)
@@ -656,9 +660,8 @@ class Lease:
             WrongThreadError: from another thread than the cache's; nothing changes.
         """
         controller = self._controller
-        if self._closed or controller.is_foreign_process:
+        if self._closed or not controller.may_clean_up():
             return
-        controller.check_thread()
         if self.epoch == controller.epoch:
             for index in range(len(self._tables)):
                 controller.unspent[index] -= self.unspent(index)

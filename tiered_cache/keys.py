@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
 from typing import Any, Final
 
 import numpy as np
@@ -35,6 +35,9 @@ range check."""
 UINT32: Final = np.dtype(np.uint32)  # a dtype instance saves its look-up
 UINT64: Final = np.dtype(np.uint64)
 HIGH_HALVES: Final = slice(1 if sys.byteorder == "little" else 0, None, 2)
+
+NO_SEQUENCES: Final = (str, bytes, bytearray, memoryview, Set, Mapping)
+"""Iterable, but text, raw memory, or without an order of their own."""
 
 NAMESPACE_TAG: Final = b"tiered-cache-namespace-v1"
 
@@ -82,6 +85,8 @@ class RadixKey:
             self.namespace = _checked_namespace(extra_key, cache_salt, is_bigram)
             self.root_prefix = _root_prefix(self.namespace)
         else:
+            if extra_key is not None or cache_salt is not None:
+                _checked_namespace(extra_key, cache_salt, False)  # an adapter numbered 0 is no ""
             self.namespace = DEFAULT_NAMESPACE
             self.root_prefix = b""
 
@@ -279,9 +284,10 @@ def _array_to_bytes(tokens: npt.NDArray[Any], position: int) -> bytes:
 
 
 def _sequence_to_bytes(tokens: Any, position: int) -> bytes:
-    if isinstance(tokens, (str, bytes, bytearray, memoryview)) or not isinstance(tokens, Iterable):
-        raise TypeError(f"tokens must be a sequence of integers, not {type(tokens).__name__}")
-    tokens = tokens if isinstance(tokens, (list, tuple)) else list(tokens)
+    if not isinstance(tokens, (list, tuple)):
+        if isinstance(tokens, NO_SEQUENCES) or not isinstance(tokens, Iterable):
+            raise TypeError(f"tokens must be a sequence of integers, not {type(tokens).__name__}")
+        tokens = list(tokens)
     try:
         return array("q", tokens).tobytes()
     except (OverflowError, TypeError):

@@ -18,7 +18,14 @@ from tiered_cache.errors import StaleError, stale_prefix
 from tiered_cache.keys import DEFAULT_NAMESPACE, TOKEN_BYTES, RadixKey, hash_pages, namespace_seed
 from tiered_cache.observe import Event, EventKind, Observers
 from tiered_cache.tree import check
-from tiered_cache.tree.components.base import NO_PAGES, Eviction, Insertion, TreeComponent, join
+from tiered_cache.tree.components.base import (
+    INT32,
+    NO_PAGES,
+    Eviction,
+    Insertion,
+    TreeComponent,
+    join,
+)
 from tiered_cache.tree.leaves import LeafSets
 from tiered_cache.tree.locks import Receipt, ReceiptBook
 from tiered_cache.tree.node import ComponentData, Node
@@ -198,7 +205,9 @@ class RadixTree:
 
         Raises:
             ValueError: lengths or page arrays that do not fit the key.
-            StaleError: `prev_prefix_len` is more than the tree holds. Nothing was adopted.
+            TypeError: page ids that are not int32.
+            StaleError: `prev_prefix_len` is more than the tree holds. Nothing was adopted or
+                counted.
         """
         key, owned, inserted_len = params.key, params.prev_prefix_len, params.inserted_len
         data, overlap, page_size = key.data, key.overlap, self.page_size
@@ -208,31 +217,35 @@ class RadixTree:
         path: list[Node] = []
         node, depth = self.root, 0
         step, priority = self._page_bytes + overlap, params.priority
-        while depth < length:
-            at = depth * TOKEN_BYTES
-            page = data[at : at + step]
-            child = node.children.get(page if depth else key.root_prefix + page)
-            if child is None:
-                break
-            edge = child.key
-            if child.end > length or not data.startswith(edge, at):
-                shared = min(len(edge), (length - depth) * TOKEN_BYTES + overlap)
-                end = depth + self._whole_pages(common_bytes(edge, data, at, shared), overlap)
-                child = self._split_node(child, end)
-            if child.end > owned or child.data[BASE].value is None:
-                for component in self.components:
-                    component.update_component_on_insert_overlap(child, depth, insertion)
-            node, depth = child, child.end
-            path.append(node)
-            if depth > inserted_len:
-                node.hit_count += 1  # 5.8: once per request and node
-            if priority > node.priority:
-                node.priority = priority
+        try:
+            while depth < length:
+                at = depth * TOKEN_BYTES
+                page = data[at : at + step]
+                child = node.children.get(page if depth else key.root_prefix + page)
+                if child is None:
+                    break
+                edge = child.key
+                if child.end > length or not data.startswith(edge, at):
+                    shared = min(len(edge), (length - depth) * TOKEN_BYTES + overlap)
+                    end = depth + self._whole_pages(common_bytes(edge, data, at, shared), overlap)
+                    child = self._split_node(child, end)
+                if child.end > owned or child.data[BASE].value is None:
+                    for component in self.components:
+                        component.update_component_on_insert_overlap(child, depth, insertion)
+                node, depth = child, child.end
+                path.append(node)
+                if depth > inserted_len:
+                    node.hit_count += 1  # 5.8: once per request and node
+                if priority > node.priority:
+                    node.priority = priority
+            if depth < owned and depth < length:
+                raise stale_prefix(owned, depth)
+        except StaleError:
+            self._discount(path, inserted_len)
+            raise
         prefix_len = min(insertion.prefix_len, depth)
         self._stamp += 1
         if depth < length:
-            if depth < owned:
-                raise stale_prefix(owned, depth)
             self._add_leaf(path, node, depth, length, insertion)
         for component in self.components:
             component.touch(path, self._stamp)
@@ -256,9 +269,18 @@ class RadixTree:
         for pages in params.pages:
             if len(pages) < num_pages:
                 raise ValueError(f"{len(pages)} page ids for {num_pages} pages of tokens")
+            if pages.dtype != INT32:
+                raise TypeError(f"page ids must be int32, not {pages.dtype}")
         if owned and (owned < 0 or owned % page_size):
             raise ValueError(f"prev_prefix_len {owned} is not whole pages of {page_size}")
         return num_pages
+
+    def _discount(self, path: list[Node], inserted_len: int) -> None:
+        """Take back the uses that an insert has counted before it failed."""
+        for node in path:
+            if node.end > inserted_len:
+                node.hit_count -= 1
+            self.leaves.touch(node)  # its priority may have risen, and may stay so
 
     def _add_leaf(
         self, path: list[Node], parent: Node, start: int, stop: int, insertion: Insertion

@@ -45,7 +45,7 @@ class FullComponent(TreeComponent):
         return count  # the walk has stopped in front of the first dead node
 
     def collect(self, path: Sequence[Node], start: int, stop: int) -> PageIds:
-        if not path:
+        if start >= stop:
             return NO_PAGES
         index = self.index
         parts = [node.data[index].value for node in path if node.end > start]

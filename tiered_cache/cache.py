@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from tiered_cache.build import build
 from tiered_cache.controller import HybridCacheController
 from tiered_cache.jobs import DaemonExecutor
-from tiered_cache.keys import MAX_TOKEN, RadixKey
+from tiered_cache.keys import RadixKey, check_token
 from tiered_cache.lease import Lease, LeaseContext, find_chunks
 from tiered_cache.types import MatchPrefixParams
 
@@ -137,8 +137,7 @@ class UnifiedRadixCache:
             )
         for lease, token in zip(leases, tokens, strict=True):
             lease.check()
-            if not 0 <= token <= MAX_TOKEN:
-                raise ValueError(f"token id {token} for {lease!r} is outside u32")
+            check_token(token, len(lease))
         victims = self._victims(leases)
         if not victims:
             for lease, token in zip(leases, tokens, strict=True):
@@ -150,20 +149,16 @@ class UnifiedRadixCache:
         youngest_first = sorted(
             growing, key=lambda lease: (lease.granted_at, lease.id), reverse=True
         )
-        components = range(len(self._parts.allocators))
+        accounts, tree = self._controller.accounts, self._controller.tree
         for count in range(len(youngest_first) + 1):
             victims, staying = youngest_first[:count], youngest_first[count:]
             wanted = sum(lease.pages_beyond_promise(len(lease) + 1) for lease in staying)
-            freed = self._controller.tree.would_release(
-                [lease.receipt for lease in victims if lease.receipt]
-            )
-            room = [
-                self._controller.spare(index)
-                + freed[index]
-                + sum(lease.num_private_pages(index) for lease in victims)
-                for index in components
-            ]
-            if wanted <= min(room):
+            private = sum(lease.num_private_pages for lease in victims)
+            freed = tree.would_release([lease.receipt for lease in victims if lease.receipt])
+            if all(
+                wanted <= accounts.spare(index) + freed[index] + private
+                for index in range(len(freed))
+            ):
                 return victims
         return youngest_first
 

@@ -129,8 +129,9 @@ class Supervisor:
     A child that fails is logged and counted; its siblings and the opener go on.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_end: Callable[[], object]) -> None:
         self.num_failures = 0
+        self._on_end = on_end
         self._children: set[asyncio.Task[None]] = set()
         self._closing = asyncio.Event()
         self._group = asyncio.TaskGroup()
@@ -139,7 +140,11 @@ class Supervisor:
     async def start(self) -> None:
         ready = asyncio.Event()
         self._task = asyncio.create_task(self._supervise(ready), name="tiered-cache-supervisor")
-        await ready.wait()
+        try:
+            await ready.wait()
+        except BaseException:
+            self.stop()
+            raise
 
     async def _supervise(self, ready: asyncio.Event) -> None:
         async with self._group:
@@ -149,10 +154,14 @@ class Supervisor:
                 child.cancel()
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Run `work` in the background."""
+        """Run `work` in the background; `on_end` is called when it no longer counts as running."""
         child = self._group.create_task(self._contained(work, name), name=f"tiered-cache-{name}")
         self._children.add(child)
-        child.add_done_callback(self._children.discard)
+        child.add_done_callback(self._ended)
+
+    def _ended(self, child: asyncio.Task[None]) -> None:
+        self._children.discard(child)
+        self._on_end()
 
     async def _contained(self, work: Coroutine[Any, Any, None], name: str) -> None:
         try:
@@ -165,8 +174,12 @@ class Supervisor:
     def num_running(self) -> int:
         return len(self._children)
 
-    async def aclose(self) -> None:
-        """Cancel what runs and end. Idempotent, from any task."""
+    def stop(self) -> None:
+        """Cancel what runs and end, in the next turns of the loop."""
         self._closing.set()
+
+    async def aclose(self) -> None:
+        """`stop`, and wait for the end. Idempotent, from any task."""
+        self.stop()
         if self._task is not None:
             await asyncio.wait([self._task])

@@ -123,10 +123,7 @@ class RadixKey:
 
     def append(self, token: int) -> None:
         """Add one token; amortised O(1)."""
-        if not 0 <= token <= MAX_TOKEN:
-            raise ValueError(
-                f"token id {token} at position {self.num_tokens} is outside u32 (0 .. {MAX_TOKEN})"
-            )
+        check_token(token, self.num_tokens)
         if self._appended is None:
             self._appended = array("q")
         self._appended.append(token)
@@ -180,6 +177,12 @@ class RadixKey:
         kind = "pairs" if self.overlap else "tokens"
         own = "" if self.namespace == DEFAULT_NAMESPACE else ", own namespace"
         return f"RadixKey({len(self)} {kind}{own})"
+
+
+def check_token(token: int, position: int) -> None:
+    """Raise `ValueError` for a token id outside u32; `position` is where it was to go."""
+    if not 0 <= token <= MAX_TOKEN:
+        raise _outside_u32(token, position)
 
 
 def tokens_to_bytes(tokens: Any, position: int = 0) -> bytes:

@@ -15,14 +15,16 @@ Ownership by position (semantics §11.1), in tokens:
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from tiered_cache.errors import CapacityError, ClosedError, StaleError
-from tiered_cache.types import NO_PAGE, Boundary, Hits, InsertParams, MatchPrefixParams
+from tiered_cache.errors import ClosedError, StaleError
+from tiered_cache.keys import check_token
+from tiered_cache.page_table import PageTable
+from tiered_cache.types import Boundary, Hits, InsertParams, MatchPrefixParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,8 +36,6 @@ if TYPE_CHECKING:
     from tiered_cache.types import PageIds
 
 T = TypeVar("T")
-
-INT32: Final = np.dtype(np.int32)
 
 
 class Chunk:
@@ -85,7 +85,6 @@ class Lease:
         prefix_len: tokens at the front that were reused instead of computed. They are on the
             device, and held.
         key: the tokens (prompt and appended ones) in their namespace.
-        pages_version: rises whenever an entry of a page table changes in place.
     """
 
     __slots__ = (
@@ -98,7 +97,6 @@ class Lease:
         "_controller",
         "_deferred",
         "_full_hit_length",
-        "_num_pages",
         "_num_runs",
         "_page_size",
         "_priority",
@@ -106,12 +104,11 @@ class Lease:
         "_receipt",
         "_reused",
         "_submitted",
-        "_tables",
+        "_table",
         "epoch",
         "granted_at",
         "id",
         "key",
-        "pages_version",
         "prefix_len",
     )
 
@@ -122,7 +119,6 @@ class Lease:
         self.id = controller.new_lease_id()
         self.key = key
         self.prefix_len = 0
-        self.pages_version = 0
         self.epoch = -1
         self.granted_at = 0.0
         self._controller = controller
@@ -135,14 +131,12 @@ class Lease:
         self._committed = 0
         self._computed = 0
         self._submitted = 0  # end of the chunks in runs that are active or queued
-        self._num_pages = 0
         self._num_runs = 0
         self._deferred = 0  # commit up to here when the last run has ended
         self._reused = 0
         self._full_hit_length = 0
-        self._tables = [
-            np.full(self._admitted_pages, NO_PAGE, INT32) for _ in controller.allocators
-        ]
+        num_components = len(controller.tree.components)
+        self._table = PageTable(num_components, self._page_size, self._admitted_pages)
 
     # --- grant ------------------------------------------------------------------------------------
 
@@ -153,18 +147,10 @@ class Lease:
             AdmissionTimeout: not admitted in time. CapacityError: never will be. Nothing is held in
                 either case.
         """
-        for index, allocator in enumerate(self._controller.allocators):
-            if self._admitted_pages > allocator.capacity:
-                raise CapacityError(
-                    f"prompt and reserve are {self._admitted_len} tokens, the device tier holds "
-                    f"{allocator.capacity * self._page_size}: ask for less, or give it more",
-                    component=self._controller.tree.components[index].id,
-                    needed=self._admitted_pages,
-                    free=allocator.num_free,
-                    evictable=self._controller.tree.components[index].device.evictable,
-                )
-        if not self._controller.admit_now(self._try_grant):
-            await self._controller.admit(self._try_grant, timeout)
+        controller = self._controller
+        controller.check_fits(self._admitted_pages, self._admitted_len)
+        if not controller.admission.admit_now(self._try_grant):
+            await controller.admission.admit(self._try_grant, timeout, controller.check)
 
     def _try_grant(self) -> bool:
         controller, tree = self._controller, self._controller.tree
@@ -174,7 +160,7 @@ class Lease:
         boundary = match.device_boundary
         need = self._admitted_pages - boundary.depth // self._page_size
         for index, protected in enumerate(tree.would_protect(boundary)):
-            if need + protected > controller.spare(index):
+            if need + protected > controller.accounts.spare(index):
                 return False
         self._receipt = tree.inc_lock_ref(boundary)
         tree.count_hits(self._receipt)
@@ -183,26 +169,18 @@ class Lease:
         self._adopt_prefix(boundary)
         self.prefix_len = boundary.depth
         self._full_hit_length = match.full_hit_length
-        for index in range(len(self._tables)):
-            controller.unspent[index] += self.unspent(index)
+        controller.accounts.promise(self.unspent)
         self.epoch = controller.granted(self)
         return True
 
     def _adopt_prefix(self, boundary: Boundary) -> None:
-        """Point the tables at the tree's pages up to a boundary that is locked."""
+        """Point the table at the tree's pages up to a boundary that is locked."""
         depth = boundary.depth
-        if not depth:
-            return
-        first, last = self._committed // self._page_size, depth // self._page_size
-        if last > len(self._tables[0]):
-            self._make_table_room(last)
-        pages = self._controller.tree.pages(boundary, self._committed)
-        for table, ids in zip(self._tables, pages, strict=True):
-            table[first:last] = ids
-        self._reused += depth - self._computed
-        self._num_pages = max(self._num_pages, last)
-        self._committed = self._computed = depth
-        self.pages_version += 1
+        if depth:
+            pages = self._controller.tree.pages(boundary, self._committed)
+            self._table.write(self._committed // self._page_size, pages)
+            self._reused += depth - self._computed
+            self._committed = self._computed = depth
 
     @property
     def hits(self) -> Hits:
@@ -250,7 +228,7 @@ class Lease:
             start, length = self.frontier, self.key.num_tokens
             if start >= length:
                 return None
-            claim = controller.claim_over(self, start)
+            claim = controller.claims.over(self.id, self.key, start)
             if claim is None:
                 break
             controller.counters.chunk_waits += 1
@@ -270,20 +248,19 @@ class Lease:
         boundary = tree.match_deeper(old, self.key, len(self) - 1)
         if boundary is None or boundary.depth <= self._computed:
             return
-        before = [self.unspent(index) for index in range(len(self._tables))]
+        unspent, size = self.unspent, self._page_size
         receipt = tree.inc_lock_ref(boundary)
         tree.count_hits(receipt, above=old.depth)
         tree.dec_lock_ref(old)
         self._receipt = receipt
-        first, last = self._committed // self._page_size, receipt.depth // self._page_size
-        superfluous = [table[first : min(last, self._num_pages)].copy() for table in self._tables]
-        gained = receipt.depth - self._computed
+        own = slice(old.depth // size, min(boundary.depth // size, self._table.num_pages))
+        superfluous = [ids[own].copy() for ids in self._table.ids]
+        gained = boundary.depth - self._computed
         if self._computed == self.prefix_len:
-            self.prefix_len = receipt.depth
+            self.prefix_len = boundary.depth
         self._adopt_prefix(boundary)
-        for index, ids in enumerate(superfluous):
-            controller.give_back(index, ids)
-            controller.unspent[index] += self.unspent(index) - before[index]
+        controller.accounts.give_back(superfluous)
+        controller.accounts.promise(self.unspent - unspent)
         controller.rematched(self, gained)
 
     def allocate(self, num_tokens: int) -> Chunk:
@@ -347,12 +324,12 @@ class Lease:
         if self._num_runs:
             return
         self._submitted = 0
+        if self._deferred and self.epoch == self._controller.epoch:
+            self._publish(self._deferred)
+        self._deferred = 0
         if self._closed:
             self._release()
             self._controller.ended(self)
-        elif self._deferred and self.epoch == self._controller.epoch:
-            stop, self._deferred = self._deferred, 0
-            self._publish(stop)
 
     def check_chunk(self, chunk: Chunk, frontier: int) -> None:
         """Raise unless the chunk can be computed when everything up to `frontier` is."""
@@ -413,7 +390,7 @@ class Lease:
         published = stop - self._committed
         params = InsertParams(
             self.key,
-            tuple(self._tables),
+            tuple(self._table.ids),
             length=stop,
             prev_prefix_len=self._committed,
             inserted_len=self._committed,
@@ -427,15 +404,10 @@ class Lease:
         tree.dec_lock_ref(old)
         first_changed = result.first_changed
         if first_changed < stop:
-            first = first_changed // self._page_size
-            for table, ids in zip(
-                self._tables, tree.pages(result.boundary, first_changed), strict=True
-            ):
-                table[first : first + len(ids)] = ids
-            self.pages_version += 1
-            for index, ids in enumerate(result.duplicates):
-                controller.give_back(index, ids)
-                controller.counters.pages_duplicate += len(ids)
+            canonical = tree.pages(result.boundary, first_changed)
+            self._table.write(first_changed // self._page_size, canonical)
+            controller.accounts.give_back(result.duplicates)
+            controller.counters.pages_duplicate += sum(map(len, result.duplicates))
         self._committed = stop
         controller.committed(self, published)
         return first_changed
@@ -452,6 +424,7 @@ class Lease:
         """
         self.check()
         at = len(self)
+        check_token(token, at)
         self._take_pages(at // self._page_size + 1)
         self.key.append(token)
         return Chunk(self, at, at + 1)
@@ -479,17 +452,12 @@ class Lease:
         self.key.truncate(length)
         self._computed = min(self._computed, length)
         keep = -(-length // self._page_size)
-        if keep < self._num_pages:
-            before = [self.unspent(index) for index in range(len(self._tables))]
-            dropped = [table[keep : self._num_pages].copy() for table in self._tables]
-            for table in self._tables:
-                table[keep : self._num_pages] = NO_PAGE
-            self._num_pages = keep
-            self.pages_version += 1
-            for index, ids in enumerate(dropped):
-                self._controller.give_back(index, ids)
-                self._controller.unspent[index] += self.unspent(index) - before[index]
-            self._controller.room_made()
+        if keep < self._table.num_pages:
+            unspent = self.unspent
+            accounts = self._controller.accounts
+            accounts.give_back(self._table.cut(keep))
+            accounts.promise(self.unspent - unspent)
+            self._controller.admission.look_again()
 
     # --- pages ------------------------------------------------------------------------------------
 
@@ -502,13 +470,15 @@ class Lease:
     def page_tables(self, stop: int) -> dict[str, PageIds]:
         """The page tables of `[0, stop)`."""
         num_pages = -(-stop // self._page_size)
-        self._make_table_room(num_pages)
-        views = {}
-        for component, table in zip(self._controller.tree.components, self._tables, strict=True):
-            view = table[:num_pages]
-            view.flags.writeable = False
-            views[str(component.id)] = view
-        return views
+        return {
+            str(component.id): self._table.view(component.index, num_pages)
+            for component in self._controller.tree.components
+        }
+
+    @property
+    def pages_version(self) -> int:
+        """Rises whenever an entry of a page table changes."""
+        return self._table.version
 
     def slots(
         self, component: str = "full", start: int = 0, stop: int | None = None
@@ -518,18 +488,8 @@ class Lease:
         Raises:
             ValueError: tokens whose pages are not taken. KeyError: no such component.
         """
-        size = self._page_size
         stop = len(self) if stop is None else stop
-        if not 0 <= start <= stop or stop > self._num_pages * size:
-            raise ValueError(
-                f"tokens [{start}, {stop}) have no slots: "
-                f"pages are taken up to {self._num_pages * size}"
-            )
-        table = self._tables[self._component_index(component)]
-        pages = table[start // size : -(-stop // size)].astype(np.int64)
-        slots = (pages[:, None] * size + np.arange(size)).reshape(-1)
-        offset = start % size
-        return slots[offset : offset + stop - start]
+        return self._table.slots(self._component_index(component), start, stop)
 
     @property
     def device_indices(self) -> torch.Tensor:
@@ -547,58 +507,53 @@ class Lease:
 
     def _take_pages(self, num_pages: int) -> None:
         """Have pages for the first `num_pages` pages of the sequence; all components or none."""
-        missing = num_pages - self._num_pages
+        table, accounts = self._table, self._controller.accounts
+        missing = num_pages - table.num_pages
         if missing <= 0:
             return
-        controller = self._controller
-        beyond = self.pages_beyond_promise(num_pages * self._page_size)
-        if beyond:
-            for index in range(len(self._tables)):
-                controller.require(index, beyond)
-        if num_pages > len(self._tables[0]):
-            self._make_table_room(num_pages)
-        for index, table in enumerate(self._tables):
-            promised = self.unspent(index)
-            table[self._num_pages : num_pages] = controller.take(index, missing)
-            controller.unspent[index] -= min(missing, promised)
-        self._num_pages = num_pages
-        self.pages_version += 1
+        unspent = self.unspent
+        if missing > unspent:
+            self._controller.check_spare(missing - unspent)
+        table.write(table.num_pages, accounts.take(missing))
+        accounts.promise(-min(missing, unspent))
 
-    def _make_table_room(self, num_pages: int) -> None:
-        for index, table in enumerate(self._tables):
-            if num_pages > len(table):
-                larger = np.full(max(num_pages, len(table) * 3 // 2), NO_PAGE, dtype=np.int32)
-                larger[: len(table)] = table
-                self._tables[index] = larger
+    def held_pages(self) -> list[PageIds]:
+        """Per component, all pages that the lease holds: the tree's, then its own."""
+        return [ids[: self._table.num_pages] for ids in self._table.ids]
 
-    def held_pages(self, index: int) -> PageIds:
-        """All pages of a component that the lease holds: the tree's, then its own."""
-        return self._tables[index][: self._num_pages]
+    def private_pages(self) -> list[PageIds]:
+        """Per component, the pages that are the lease's own."""
+        first = self._committed // self._page_size
+        return [ids[first : self._table.num_pages] for ids in self._table.ids]
 
-    def private_pages(self, index: int) -> PageIds:
-        """The pages of a component that are the lease's own."""
-        return self._tables[index][self._committed // self._page_size : self._num_pages]
+    @property
+    def num_private_pages(self) -> int:
+        """Pages of each component that are the lease's own."""
+        return self._table.num_pages - self._committed // self._page_size
 
-    def num_private_pages(self, index: int) -> int:
-        return self._num_pages - self._committed // self._page_size
+    @property
+    def unspent(self) -> int:
+        """Pages of each component that admission promised and the lease has not taken."""
+        return 0 if self._closed else max(0, self._admitted_pages - self._table.num_pages)
 
-    def unspent(self, index: int) -> int:
-        """Pages of a component that admission promised and the lease has not taken."""
-        return 0 if self._closed else max(0, self._admitted_pages - self._num_pages)
+    def pages_beyond_promise(self, num_tokens: int) -> int:
+        """Pages that `num_tokens` tokens would take beyond what the lease has or was promised."""
+        num_pages = -(-num_tokens // self._page_size)
+        return max(0, num_pages - max(self._admitted_pages, self._table.num_pages))
 
-    def check_table(self, index: int) -> list[str]:
+    def check_table(self) -> list[str]:
         """What is wrong with the page table, for `check_integrity`."""
         assert self._receipt is not None, "granted leases hold a receipt"
         faults = []
         if self._receipt.depth != self._committed:
             faults.append(f"{self!r} holds [0, {self._receipt.depth}) and says {self._committed}")
-        canonical = self._controller.tree.pages(Boundary(self._receipt.node, self._receipt.depth))[
-            index
-        ]
-        if not np.array_equal(canonical, self._tables[index][: len(canonical)]):
-            faults.append(f"{self!r} does not use the tree's pages of what it has committed")
-        if not 0 <= self._committed <= self._computed <= self._num_pages * self._page_size:
-            faults.append(f"{self!r} is out of order: {self._num_pages} pages")
+        canonical = self._controller.tree.pages(Boundary(self._receipt.node, self._receipt.depth))
+        for theirs, ours in zip(canonical, self._table.ids, strict=True):
+            if not np.array_equal(theirs, ours[: len(theirs)]):
+                faults.append(f"{self!r} does not use the tree's pages of what it has committed")
+        taken = self._table.num_pages * self._page_size
+        if not 0 <= self._committed <= self._computed <= taken:
+            faults.append(f"{self!r} is out of order: pages are taken up to {taken}")
         return faults
 
     # --- looking ----------------------------------------------------------------------------------
@@ -631,12 +586,6 @@ class Lease:
     def closed(self) -> bool:
         return self._closed
 
-    def pages_beyond_promise(self, num_tokens: int) -> int:
-        """Pages that `num_tokens` tokens would take beyond what the lease has or was promised."""
-        return max(
-            0, -(-num_tokens // self._page_size) - max(self._admitted_pages, self._num_pages)
-        )
-
     @property
     def receipt(self) -> Receipt | None:
         """The lock on what is committed (for the controller and `extend`)."""
@@ -663,8 +612,7 @@ class Lease:
         if self._closed or not controller.may_clean_up():
             return
         if self.epoch == controller.epoch:
-            for index in range(len(self._tables)):
-                controller.unspent[index] -= self.unspent(index)
+            controller.accounts.promise(-self.unspent)
         self._closed = True
         if not self._num_runs:
             self._release()
@@ -679,13 +627,11 @@ class Lease:
         if receipt is None:
             return
         if self.epoch != controller.epoch:
-            controller.give_back_stale(self)
+            controller.accounts.give_back_stale(self.held_pages())
         else:
             controller.tree.dec_lock_ref(receipt)
-            for index in range(len(self._tables)):
-                controller.give_back(index, self.private_pages(index))
+            controller.accounts.give_back(self.private_pages())
         self._receipt = None
-        self._num_pages = self._committed // self._page_size
 
     def check(self) -> None:
         """Raise unless the lease can be used here and now.

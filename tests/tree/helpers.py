@@ -209,6 +209,14 @@ class Rig:
         assert (found.device_length, found.host_hit_length) == (0, self.floor(len(key)))
         return found.best_boundary
 
+    def host_gap(self) -> PageIds:
+        """Host pages that the allocator has given out and the tree does not hold."""
+        pages = set(range(self.host.capacity)) - set(self.host.free_ids().tolist())
+        for node in self.tree.nodes():
+            if node.data[0].host_value is not None:
+                pages -= set(node.data[0].host_value.tolist())
+        return np.array(sorted(pages), np.int32)
+
     # --- proof ------------------------------------------------------------------------------------
 
     def floor(self, length: int) -> int:

@@ -210,7 +210,7 @@ def test_bad_lengths_and_page_arrays_are_refused_before_anything_changes() -> No
             rig.tree.insert(params)
     for pages in (np.arange(4), np.arange(4, dtype=np.uint8)):
         with pytest.raises(TypeError, match="page ids must be int32"):
-            rig.tree.insert(InsertParams(key, (pages,)))
+            rig.tree.insert(InsertParams(key, (pages,)))  # type: ignore[arg-type]
     assert rig.tree.num_nodes == 0
     rig.check()
 

@@ -381,7 +381,6 @@ class RadixTree:
     def dec_host_lock_ref(self, receipt: Receipt) -> None:
         """Give a host lock back; errors as `dec_lock_ref`."""
         self._release(receipt, Tier.HOST)
-        self._prune(receipt.node)
 
     def release(self, receipt: Receipt, component: int) -> None:
         """Give one component's part of a lock up early; the full release skips it (6.1)."""
@@ -391,6 +390,8 @@ class RadixTree:
                 receipt.node, receipt.tier, receipt.parts[component]
             )
             receipt.parts[component] = None
+            if receipt.node.data[BASE].value is None:
+                self._prune(receipt.node)
 
     def _acquire(self, boundary: Boundary, tier: Tier, start: int) -> Receipt:
         node, depth = boundary
@@ -409,6 +410,8 @@ class RadixTree:
             part = receipt.parts[component.index]
             if part is not None:
                 component.release_component_lock(receipt.node, tier, part)
+        if receipt.node.data[BASE].value is None:
+            self._prune(receipt.node)  # what nobody has any more may have stood for its locks only
 
     def cut(self, boundary: Boundary) -> Node:
         """The node that ends at the boundary, split off if need be.
@@ -487,29 +490,31 @@ class RadixTree:
         return eviction.result()
 
     def evict_device_leaf(self, node: Node, eviction: Eviction) -> bool:
-        """Demote a device leaf that the host backs; drop another, with what only the host has below
-        it (7.3).
+        """Demote a device leaf that the host backs; drop another (7.3).
+
+        False, and nothing changes, when it cannot go.
+        """
+        if node.data[BASE].host_value is None:
+            return self.evict_host_leaf(node, eviction)
+        for component in self._upwards:
+            if node.data[component.index].value is not None:
+                component.evict_component(node, Tier.DEVICE, eviction)
+        return True
+
+    def evict_host_leaf(self, node: Node, eviction: Eviction) -> bool:
+        """Drop a leaf, with what only the host has below it: nothing may hang below a node that is
+        nowhere (2.2).
 
         False, and nothing changes, when something below it is held.
         """
-        base = node.data[BASE]
-        if base.host_value is not None:
-            for component in self._upwards:
-                if node.data[component.index].value is not None:
-                    component.evict_component(node, Tier.DEVICE, eviction)
-            return True
-        if node.live_children and not base.stored:
+        if node.children and not node.data[BASE].stored:
             below = list(self._subtree(node))
-            if any(data.lock_ref or data.host_lock_ref for other in below for data in other.data):
+            if any(map(_is_held_host_copy, below)):
                 return False
             for other in reversed(below):
                 self._drop(other, eviction)
         self._drop(node, eviction)
         return True
-
-    def evict_host_leaf(self, node: Node, eviction: Eviction) -> None:
-        """Drop a leaf that only the host has (8.2)."""
-        self._drop(node, eviction)
 
     def _drop(self, node: Node, eviction: Eviction) -> None:
         base = node.data[BASE]
@@ -667,6 +672,13 @@ class RadixTree:
             )
             stack.extend((child, level + 1) for child in reversed(node.children.values()))
         return "\n".join(lines)
+
+
+def _is_held_host_copy(node: Node) -> bool:
+    """Whether a node has state on the host that a lock on either tier keeps there."""
+    return node.data[BASE].host_value is not None and any(
+        data.lock_ref or data.host_lock_ref for data in node.data
+    )
 
 
 def common_bytes(edge: bytes, data: bytes, at: int, num_bytes: int) -> int:

@@ -19,10 +19,11 @@ from tiered_cache.tree.components.base import (
     own,
     owns_memory,
 )
+from tiered_cache.tree.policies import BASE
 from tiered_cache.types import PageIds, Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from tiered_cache.tree.node import Node
     from tiered_cache.tree.radix import RadixTree
@@ -126,25 +127,24 @@ class FullComponent(TreeComponent):
             eviction.counts[self.index] += len(ids)
 
     def drive_eviction(self, tree: RadixTree, need: int, eviction: Eviction) -> None:
-        counts, index, leaves = eviction.counts, self.index, self.leaves
-        while counts[index] < need:
-            node = leaves.first(DEVICE)
-            if node is None:
-                return
-            if not tree.evict_device_leaf(node, eviction):
-                # A leaf that cannot go (something below it is held on the host) hides none of the
-                # others.
-                others = list(leaves.in_order(DEVICE))
-                if not any(tree.evict_device_leaf(other, eviction) for other in others):
-                    return
+        self._drive(tree.evict_device_leaf, DEVICE, need, eviction)
 
     def drive_host_eviction(self, tree: RadixTree, need: int, eviction: Eviction) -> None:
-        counts, index = eviction.counts, self.index
+        self._drive(tree.evict_host_leaf, Tier.HOST, need, eviction)
+
+    def _drive(
+        self, evict: Callable[[Node, Eviction], bool], tier: Tier, need: int, eviction: Eviction
+    ) -> None:
+        counts, index, leaves = eviction.counts, self.index, self.leaves
         while counts[index] < need:
-            node = self.leaves.first(Tier.HOST)
+            node = leaves.first(tier)
             if node is None:
                 return
-            tree.evict_host_leaf(node, eviction)
+            # A leaf that cannot go (something below it is held) hides none of the others.
+            if not evict(node, eviction) and not any(
+                evict(other, eviction) for other in leaves.in_order(tier)
+            ):
+                return
 
     # --- locks ------------------------------------------------------------------------------------
 
@@ -203,16 +203,20 @@ class FullComponent(TreeComponent):
         return num_pages
 
     def _acquire_host(self, path: Sequence[Node], start: int) -> int:
+        """Hold what overlaps `[start, end)`; where the topmost held node starts, for a later split
+        may cut it at `start`, and both its parts are to be released."""
+        top = start
         for node in path:
             if node.end <= start:
                 break
+            top = node.start
             data = node.data[self.index]
             data.host_lock_ref += 1
             if data.host_lock_ref == 1:
                 if data.host_value is not None:
                     self.host.protect(len(data.host_value))
                 self.leaves.refresh(node)
-        return start
+        return top
 
     def _release_host(self, node: Node, start: int) -> None:
         current: Node | None = node
@@ -296,12 +300,21 @@ class FullComponent(TreeComponent):
             above = parent.data[self.index]
             if data.value is not None and above.value is None:
                 fail("is on the device below a node that is not (semantics §2.2)")
-            if (
-                data.host_value is not None
-                and above.value is None
-                and above.host_value is None
-                and not above.stored
-            ):
-                fail("is on the host below a dead node (semantics §2.2)")
+            if data.host_value is not None and any(map(_is_nowhere, _ancestors(parent))):
+                fail("is on the host below a node that is nowhere (semantics §2.2)")
             if above.lock_ref < data.lock_ref:
                 fail(f"has more locks ({data.lock_ref}) than its parent ({above.lock_ref})")
+
+
+def _ancestors(node: Node) -> Iterator[Node]:
+    """`node` and what is above it, without the root."""
+    current: Node | None = node
+    while current is not None and current.parent is not None:
+        yield current
+        current = current.parent
+
+
+def _is_nowhere(node: Node) -> bool:
+    """No tier has it, nor is storage believed to."""
+    data = node.data[BASE]
+    return data.value is None and data.host_value is None and not data.stored

@@ -565,8 +565,16 @@ class RadixTree:
 
         A span (1.5): the pages are counted back from the boundary, through whatever splits have
         happened since.
+
+        Raises:
+            ValueError, TypeError: ids that do not fit. StaleError: the boundary's node is gone.
+                Nothing was taken.
         """
         start = boundary.depth - len(ids) * self.page_size
+        if start < 0:
+            raise ValueError(f"{len(ids)} pages do not fit into a path of {boundary.depth} tokens")
+        if ids.dtype != INT32:
+            raise TypeError(f"page ids must be int32, not {ids.dtype}")
         path = self._path_to(self.cut(boundary))[::-1]
         nodes = [node for node in path if node.end > start]
         if nodes and nodes[0].start < start:

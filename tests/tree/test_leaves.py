@@ -1,0 +1,133 @@
+"""Leaf sets and orders: the predicates of semantics §8.1 and how changes are settled."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from tests.tree.helpers import Rig, order_of, path_to, seq
+from tiered_cache.keys import DEFAULT_NAMESPACE
+from tiered_cache.tree.leaves import MAX_UNSETTLED
+from tiered_cache.tree.node import ComponentData, Node
+from tiered_cache.tree.order import Order
+from tiered_cache.types import Tier
+
+
+def test_a_device_leaf_has_no_child_on_the_device() -> None:
+    """§8.1: children that only the host has do not count."""
+    rig = Rig()
+    rig.publish(seq("A", 32))
+    rig.publish(seq("A", 64))
+    top, bottom = path_to(rig.match(seq("A", 64)).best_node)
+    assert order_of(rig.tree) == [bottom]
+    rig.backup(seq("A", 64))
+    rig.evict(32)
+    assert order_of(rig.tree) == [top]
+    assert order_of(rig.tree, Tier.HOST) == [bottom]
+    rig.load_back(seq("A", 64))
+    assert order_of(rig.tree) == [bottom]
+    assert order_of(rig.tree, Tier.HOST) == []
+    rig.check()
+
+
+def test_a_host_leaf_has_no_child_on_any_tier_and_no_lock_on_either() -> None:
+    """§8.1: all four conditions, one by one."""
+    rig = Rig()
+    rig.publish(seq("A", 32))
+    rig.publish(seq("A", 64))
+    rig.backup(seq("A", 64))
+    rig.evict(64)
+    found = rig.match(seq("A", 64))
+    top, bottom = path_to(found.best_node)
+    assert order_of(rig.tree, Tier.HOST) == [bottom]
+    host = rig.tree.inc_host_lock_ref(found.best_boundary, start=32)
+    assert order_of(rig.tree, Tier.HOST) == []
+    rig.tree.dec_host_lock_ref(host)
+    device = rig.tree.inc_lock_ref(found.best_boundary)
+    assert order_of(rig.tree, Tier.HOST) == []
+    rig.tree.dec_lock_ref(device)
+    assert order_of(rig.tree, Tier.HOST) == [bottom]
+    rig.evict_host(32)
+    assert order_of(rig.tree, Tier.HOST) == [top]
+    rig.check()
+
+
+def test_the_root_is_never_a_leaf() -> None:
+    """§2.1: always present, always held."""
+    rig = Rig()
+    assert order_of(rig.tree) == order_of(rig.tree, Tier.HOST) == []
+    rig.publish(seq("A", 16))
+    rig.evict(16)
+    assert order_of(rig.tree) == []
+    assert rig.evict(16).count(0) == 0
+
+
+def test_many_changes_of_one_leaf_are_settled_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Touched, locked and unlocked within a request is one change of the order, or none."""
+    rig = Rig()
+    rig.publish(seq("A", 32))
+    rig.tree.leaves.settle()
+    changes: list[str] = []
+    for name in ("insert", "remove", "move"):
+        method = getattr(Order, name)
+
+        def counting(order: Order, node: Node, name: str = name, method: Any = method) -> None:
+            changes.append(name)
+            method(order, node)
+
+        monkeypatch.setattr(Order, name, counting)
+        if name == "move":
+            monkeypatch.setattr(type(rig.tree.leaves.device), "touch", counting)
+    for _ in range(5):
+        rig.tree.dec_lock_ref(rig.lock(seq("A", 32)))
+    assert changes == []
+    rig.tree.leaves.settle()
+    assert changes.count("move") == 1
+    rig.check()
+
+
+def test_no_more_than_a_few_changes_wait() -> None:
+    """What bounds the longest call: never is there more to settle than `MAX_UNSETTLED`."""
+    rig = Rig(page_size=1, pages=500)
+    for leaf in range(300):
+        rig.publish([leaf + 1])
+        assert len(rig.tree.leaves._unsettled) < MAX_UNSETTLED
+    for leaf in range(300):
+        rig.match([leaf + 1])
+        assert len(rig.tree.leaves._unsettled) < MAX_UNSETTLED
+    rig.check()
+
+
+def test_an_order_equals_a_sorted_list_through_random_changes() -> None:
+    """Insert, move, remove and first, some thousand times, against `sorted`."""
+    chance = random.Random(0)
+    nodes = [
+        Node(b"", b"", end, None, DEFAULT_NAMESPACE, (ComponentData(),)) for end in range(1, 200)
+    ]
+    order = Order(lambda node: (node.priority, node.end))
+    members: dict[Node, tuple[int, int]] = {}  # and the rank that each was last put under
+    for _ in range(4000):
+        node = chance.choice(nodes)
+        if node not in members:
+            node.priority = chance.randrange(20)
+            order.insert(node)
+            members[node] = rank(node)
+        elif chance.random() < 0.4:
+            order.remove(node)
+            del members[node]
+        else:
+            node.priority = chance.randrange(20)
+            assert order.is_in_place(node) == (members[node] == rank(node))
+            order.move(node)
+            members[node] = rank(node)
+        wanted = sorted(members, key=rank)
+        assert order.first() is (wanted[0] if wanted else None)
+        assert len(order) == len(members)
+        assert all((node in order) == (node in members) for node in nodes[:3])
+    assert list(order) == sorted(members, key=rank)
+
+
+def rank(node: Node) -> tuple[int, int]:
+    return node.priority, node.end

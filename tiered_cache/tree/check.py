@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tiered_cache.errors import IntegrityError
 from tiered_cache.keys import TOKEN_BYTES, namespace_seed
-from tiered_cache.tree.policies import BASE
+from tiered_cache.tree.node import BASE
 from tiered_cache.types import Tier
 
 if TYPE_CHECKING:

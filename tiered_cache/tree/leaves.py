@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from tiered_cache.tree.policies import BASE
+from tiered_cache.tree.node import BASE
 from tiered_cache.types import Tier
 
 if TYPE_CHECKING:

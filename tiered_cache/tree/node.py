@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from tiered_cache.tree.policies import EvictionPolicy
     from tiered_cache.types import Namespace, PageIds
+
+BASE: Final = 0
+"""Index of the base component: where it is on no tier, a node stands for nothing, and its recency
+ranks the leaves."""
 
 
 class ComponentData:
@@ -15,7 +19,7 @@ class ComponentData:
     `value`, `host_value`: page ids on the device and on the host (None: not there). The arrays are
     read-only and own their memory. `stamp`: last access, by the tree's operation counter. `queue`:
     the eviction order that the part belongs in, if any; `listed`: the one it stands in until the
-    orders are settled, `unsettled` meanwhile.
+    orders are settled, `unsettled` meanwhile; `rank`: where in it.
     `stored`: a belief that storage has it (semantics §8.4).
     """
 
@@ -25,6 +29,7 @@ class ComponentData:
         "listed",
         "lock_ref",
         "queue",
+        "rank",
         "stamp",
         "stored",
         "unsettled",
@@ -39,6 +44,7 @@ class ComponentData:
         self.stamp = stamp
         self.queue: EvictionPolicy | None = None
         self.listed: EvictionPolicy | None = None
+        self.rank = -1
         self.unsettled = False
         self.stored = False
 

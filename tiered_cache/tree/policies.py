@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, Protocol
 
+from tiered_cache.tree.node import BASE, Node
 from tiered_cache.tree.order import Order, Rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tiered_cache.tree.node import Node
-
-BASE: Final = 0
-"""Index of the base component, whose recency ranks the leaves."""
 
 DEPTH_BITS: Final = 40
 """Room for a depth below a stamp: (stamp, depth) as one int compares twice as fast as a tuple."""
+
+RECENCY_BITS: Final = 104
+"""Room for a recency (64 bits of stamp, a depth) below what ranks before it."""
 
 SLRU_THRESHOLD: Final = 2
 """Hits from which segmented LRU calls a leaf protected."""
@@ -91,7 +91,7 @@ RANKS: Final[dict[str, Rank]] = {
     "mru": lambda node: -recency(node),
     "fifo": age,
     "filo": lambda node: -age(node),
-    "lfu": lambda node: (node.hit_count, recency(node)),
-    "priority": lambda node: (node.priority, recency(node)),
-    "slru": lambda node: (node.hit_count >= SLRU_THRESHOLD, recency(node)),
+    "lfu": lambda node: (node.hit_count << RECENCY_BITS) + recency(node),
+    "priority": lambda node: (node.priority << RECENCY_BITS) + recency(node),
+    "slru": lambda node: ((node.hit_count >= SLRU_THRESHOLD) << RECENCY_BITS) + recency(node),
 }

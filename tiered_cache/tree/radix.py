@@ -28,8 +28,8 @@ from tiered_cache.tree.components.base import (
 )
 from tiered_cache.tree.leaves import LeafSets
 from tiered_cache.tree.locks import Receipt, ReceiptBook
-from tiered_cache.tree.node import ComponentData, Node
-from tiered_cache.tree.policies import BASE, EvictionPolicy, make_policy
+from tiered_cache.tree.node import BASE, ComponentData, Node
+from tiered_cache.tree.policies import EvictionPolicy, make_policy
 from tiered_cache.types import (
     Boundary,
     EvictResult,

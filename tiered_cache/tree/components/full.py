@@ -19,7 +19,7 @@ from tiered_cache.tree.components.base import (
     own,
     owns_memory,
 )
-from tiered_cache.tree.policies import BASE
+from tiered_cache.tree.node import BASE
 from tiered_cache.types import PageIds, Tier
 
 if TYPE_CHECKING:

@@ -241,19 +241,18 @@ class Lease:
 
     def _rematch(self) -> None:
         """Go on from what others have published, if that is beyond what this lease has computed."""
-        controller, tree, old = self._controller, self._controller.tree, self._receipt
-        assert old is not None, "granted leases hold a receipt"
-        if not old.node.children or self._num_runs or not controller.enabled:
+        controller, tree, receipt = self._controller, self._controller.tree, self._receipt
+        assert receipt is not None, "granted leases hold a receipt"
+        if not receipt.node.children or self._num_runs or not controller.enabled:
             return
-        boundary = tree.match_deeper(old, self.key, len(self) - 1)
+        boundary = tree.match_deeper(receipt, self.key, len(self) - 1)
         if boundary is None or boundary.depth <= self._computed:
             return
         unspent, size = self.unspent, self._page_size
-        receipt = tree.inc_lock_ref(boundary)
-        tree.count_hits(receipt, above=old.depth)
-        tree.dec_lock_ref(old)
-        self._receipt = receipt
-        own = slice(old.depth // size, min(boundary.depth // size, self._table.num_pages))
+        held = receipt.depth
+        tree.advance(receipt, boundary)
+        tree.count_hits(receipt, above=held)
+        own = slice(held // size, min(boundary.depth // size, self._table.num_pages))
         superfluous = [ids[own].copy() for ids in self._table.ids]
         gained = boundary.depth - self._computed
         if self._computed == self.prefix_len:
@@ -382,8 +381,8 @@ class Lease:
         self.close()
 
     def _publish(self, stop: int) -> int:
-        controller, tree, old = self._controller, self._controller.tree, self._receipt
-        assert old is not None, "granted leases hold a receipt"
+        controller, tree, receipt = self._controller, self._controller.tree, self._receipt
+        assert receipt is not None, "granted leases hold a receipt"
         stop -= stop % self._page_size
         if stop <= self._committed or not controller.enabled:
             return stop
@@ -399,9 +398,7 @@ class Lease:
         if self._committed < self._prompt_len < stop:
             params.prompt_len = self._prompt_len
         result = tree.insert(params)
-        # The new lock comes before the old one goes: nothing is unheld in between.
-        self._receipt = tree.inc_lock_ref(result.boundary)
-        tree.dec_lock_ref(old)
+        tree.advance(receipt, result.boundary)
         first_changed = result.first_changed
         if first_changed < stop:
             canonical = tree.pages(result.boundary, first_changed)

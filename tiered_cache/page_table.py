@@ -33,7 +33,9 @@ class PageTable:
 
     def __init__(self, num_components: int, page_size: int, capacity: int) -> None:
         self._page_size = page_size
-        self.ids = [np.full(capacity, NO_PAGE, INT32) for _ in range(num_components)]
+        self.ids = [np.empty(capacity, INT32) for _ in range(num_components)]
+        for ids in self.ids:
+            ids.fill(NO_PAGE)  # a third of the time of `np.full`
         self.num_pages = 0
         self.version = 0
 

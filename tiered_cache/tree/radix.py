@@ -365,6 +365,29 @@ class RadixTree:
         """
         return self._acquire(boundary, DEVICE, 0)
 
+    def advance(self, receipt: Receipt, boundary: Boundary) -> None:
+        """The holder of a device lock holds a deeper prefix of the same path from now on.
+
+        What both have in common is never unheld in between, and costs nothing.
+
+        Raises:
+            StaleError, LockError: as the acquisition and the release; nothing changes.
+            ValueError: the boundary is not below what is held.
+        """
+        self.receipts.check(receipt, DEVICE)
+        node = self.cut(boundary)
+        path = self._path_to(node)
+        below = [other for other in path if other.end > receipt.depth]
+        if (below[-1].parent if below else node) is not receipt.node:
+            raise ValueError(f"{boundary} is not below what {receipt!r} holds")
+        for component in self.components:
+            part = receipt.parts[component.index]
+            if part is not None:
+                receipt.parts[component.index] = component.advance_component_lock(
+                    receipt.node, part, path, below
+                )
+        receipt.node, receipt.depth = node, node.end
+
     def dec_lock_ref(self, receipt: Receipt) -> None:
         """Give a device lock back.
 

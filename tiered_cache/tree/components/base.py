@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from tiered_cache.observe import Event, EventKind
-from tiered_cache.types import ComponentId, EvictResult, PageIds
+from tiered_cache.types import ComponentId, EvictResult, PageIds, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tiered_cache.tree.leaves import LeafSets
     from tiered_cache.tree.node import Node
     from tiered_cache.tree.radix import RadixTree
-    from tiered_cache.types import InsertParams, Tier
+    from tiered_cache.types import InsertParams
 
 INT32: Final = np.dtype(np.int32)
 
@@ -228,6 +228,15 @@ class TreeComponent(ABC):
     @abstractmethod
     def release_component_lock(self, node: Node, tier: Tier, part: Any) -> None:
         """Undo one acquisition whose path ended at `node`."""
+
+    def advance_component_lock(
+        self, node: Node, part: Any, path: Sequence[Node], below: Sequence[Node]
+    ) -> Any:
+        """A device lock that ended at `node` ends where `path` (end first) does; `below` is what of
+        `path` is below `node`. Returns what release needs from now on."""
+        fresh = self.acquire_component_lock(path, Tier.DEVICE, 0)
+        self.release_component_lock(node, Tier.DEVICE, part)
+        return fresh
 
     @abstractmethod
     def would_protect(self, path: Sequence[Node], depth: int) -> int:

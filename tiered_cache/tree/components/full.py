@@ -179,6 +179,11 @@ class FullComponent(TreeComponent):
                     self.leaves.refresh(current)
             current = current.parent
 
+    def advance_component_lock(
+        self, node: Node, part: int, path: Sequence[Node], below: Sequence[Node]
+    ) -> int:
+        return self.acquire_component_lock(below, DEVICE, 0)  # what is above is held already
+
     def would_protect(self, path: Sequence[Node], depth: int) -> int:
         index, num_pages = self.index, 0
         for node in path:

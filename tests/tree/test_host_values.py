@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
 from tests.tree.helpers import Rig, device_value, host_value, order_of, path_to, seq, spans
 from tiered_cache.errors import StaleError
 from tiered_cache.keys import RadixKey
+from tiered_cache.tree.locks import Receipt
 from tiered_cache.types import Boundary, Tier
 
 
@@ -92,7 +95,7 @@ def test_a_commit_that_does_not_fit_the_path_is_refused() -> None:
     with pytest.raises(ValueError, match="3 pages do not fit"):
         rig.tree.commit_transfer(boundary, 0, Tier.HOST, np.arange(3, dtype=np.int32))
     with pytest.raises(TypeError, match="page ids must be int32"):
-        rig.tree.commit_transfer(boundary, 0, Tier.HOST, np.arange(2))
+        rig.tree.commit_transfer(boundary, 0, Tier.HOST, np.arange(2))  # type: ignore[arg-type]
     rig.check()
     rig.evict(32)
     with pytest.raises(StaleError):
@@ -225,7 +228,7 @@ def test_both_tiers_full_of_random_steps_agree_with_the_oracle() -> None:
     after every step."""
     chance = np.random.default_rng(5)
     rig = Rig(page_size=4, pages=40, host_pages=30)
-    receipts = []
+    receipts: list[tuple[Callable[[Receipt], None], Receipt]] = []
     met = dict.fromkeys(
         ("publish", "backup", "evict", "evict_host", "load", "lock", "host lock", "unlock"), 0
     )

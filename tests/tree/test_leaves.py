@@ -9,6 +9,7 @@ import pytest
 
 from tests.tree.helpers import Rig, order_of, path_to, seq
 from tiered_cache.keys import DEFAULT_NAMESPACE
+from tiered_cache.tree import order as order_module
 from tiered_cache.tree.leaves import MAX_UNSETTLED
 from tiered_cache.tree.node import ComponentData, Node
 from tiered_cache.tree.order import Order
@@ -100,34 +101,46 @@ def test_no_more_than_a_few_changes_wait() -> None:
     rig.check()
 
 
-def test_an_order_equals_a_sorted_list_through_random_changes() -> None:
-    """Insert, move, remove and first, some thousand times, against `sorted`."""
+@pytest.mark.parametrize("chunk", [4, 16, order_module.CHUNK])
+def test_an_order_equals_a_sorted_list_through_random_changes(
+    chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Insert, move, remove and first, some thousand times, against `sorted`; it grows to all nodes
+    and shrinks to none, in chunks of several sizes."""
+    monkeypatch.setattr(order_module, "CHUNK", chunk)
     chance = random.Random(0)
     nodes = [
-        Node(b"", b"", end, None, DEFAULT_NAMESPACE, (ComponentData(),)) for end in range(1, 200)
+        Node(b"", b"", end, None, DEFAULT_NAMESPACE, (ComponentData(),)) for end in range(1, 3000)
     ]
-    order = Order(lambda node: (node.priority, node.end))
-    members: dict[Node, tuple[int, int]] = {}  # and the rank that each was last put under
-    for _ in range(4000):
-        node = chance.choice(nodes)
-        if node not in members:
-            node.priority = chance.randrange(20)
-            order.insert(node)
-            members[node] = rank(node)
-        elif chance.random() < 0.4:
-            order.remove(node)
-            del members[node]
-        else:
-            node.priority = chance.randrange(20)
-            assert order.is_in_place(node) == (members[node] == rank(node))
-            order.move(node)
-            members[node] = rank(node)
-        wanted = sorted(members, key=rank)
-        assert order.first() is (wanted[0] if wanted else None)
+    order = Order(rank)
+    members: dict[Node, int] = {}  # and the rank that each was last put under
+    for growth in (0.8, 0.5, 0.1, 0.6, 0.0):
+        for _ in range(4000):
+            node = chance.choice(nodes)
+            if node not in members:
+                if chance.random() < growth:
+                    node.priority = chance.randrange(20)
+                    order.insert(node)
+                    members[node] = rank(node)
+            elif chance.random() < 1 - growth:
+                order.remove(node)
+                del members[node]
+            else:
+                node.priority = chance.randrange(20)
+                assert order.is_in_place(node) == (members[node] == rank(node))
+                order.move(node)
+                members[node] = rank(node)
+            assert (node in order) == (node in members)
+        assert list(order) == sorted(members, key=rank)
+        assert order.first() is (min(members, key=rank) if members else None)
         assert len(order) == len(members)
-        assert all((node in order) == (node in members) for node in nodes[:3])
-    assert list(order) == sorted(members, key=rank)
+    while first := order.first():
+        assert first is min(members, key=rank)
+        order.remove(first)
+        del members[first]
+    assert not members
+    assert len(order) == len(list(order)) == 0
 
 
-def rank(node: Node) -> tuple[int, int]:
-    return node.priority, node.end
+def rank(node: Node) -> int:
+    return (node.priority << 40) + node.end

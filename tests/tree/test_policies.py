@@ -49,8 +49,7 @@ def test_victims_equal_the_reference(
 ) -> None:
     """§7.6: publish, match, lease, lock and evict at random; every victim is the one that a minimum
     over plain records gives, on either tier."""
-    names = {"policy": policy} if tier is Tier.DEVICE else {"host_policy": policy}
-    rig = Rig(page_size=1, pages=32, host_pages=32, **names)
+    rig = Rig(page_size=1, pages=32, host_pages=32, policy=policy, host_policy=policy)
     cached: dict[int, Leaf] = {}
     locks: dict[int, list[Any]] = {}
     for now, (step, which, priority) in enumerate(steps):
@@ -141,7 +140,7 @@ def test_a_policy_of_ones_own_stands_beside_them() -> None:
 
     class LongestFirst(SortedPolicy):
         def __init__(self) -> None:
-            super().__init__("longest", lambda node: (node.start - node.end, node.key))
+            super().__init__("longest", lambda node: ((node.start - node.end) << 40) + node.created)
 
     rig = Rig(policy=LongestFirst)
     for name, length in (("A", 32), ("B", 64), ("C", 16)):

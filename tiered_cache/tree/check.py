@@ -3,10 +3,13 @@ incrementally."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from tiered_cache.errors import IntegrityError
-from tiered_cache.keys import TOKEN_BYTES, namespace_seed
+from tiered_cache.keys import TOKEN_BYTES, hash_pages, namespace_seed
 from tiered_cache.tree.node import BASE
 from tiered_cache.types import Tier
 
@@ -64,11 +67,8 @@ def _check_node(tree: RadixTree, node: Node, faults: list[str]) -> None:
         fail(f"counts {node.live_children} live children")
     if not _is_live(node) and not node.children and not base.lock_ref and not base.host_lock_ref:
         fail("stands for nothing and should be gone")
-    if (
-        node.page_keys is not None
-        and len(node.page_keys) != (node.end - parent.end) // tree.page_size
-    ):
-        fail(f"has {len(node.page_keys)} page keys")
+    if node.page_keys is not None and node.page_keys != _page_keys(tree, node):
+        fail("has other page keys than its path gives")
     for component, data in zip(tree.components, node.data, strict=True):
         if min(data.lock_ref, data.host_lock_ref) < 0:
             fail(f"has a negative lock count of {component.id}")
@@ -133,23 +133,48 @@ def _check_leaf_sets(tree: RadixTree, nodes: list[Node], faults: list[str]) -> N
 
 
 def _check_locks(tree: RadixTree, nodes: list[Node], faults: list[str]) -> None:
-    """The base's device locks equal the receipts that are out below each node."""
-    held: dict[Node, int] = {}
+    """The base's locks equal the receipts that are out: of the device for the whole path, of the
+    host for a span."""
+    held: dict[Tier, Counter[Node]] = {Tier.DEVICE: Counter(), Tier.HOST: Counter()}
     for receipt in tree.receipts:
-        if receipt.tier is Tier.DEVICE and receipt.parts[BASE] is not None:
-            node = receipt.node
-            if node.end != receipt.depth:
-                faults.append(f"{receipt!r} ends inside {node!r}")
-            while node.parent is not None:
-                held[node] = held.get(node, 0) + 1
-                node = node.parent
-            if node is not tree.root:
-                faults.append(f"{receipt!r} holds a node that is gone")
-    faults += [
-        f"{node!r} has other locks than the {held.get(node, 0)} receipts that are out"
-        for node in nodes
-        if node.data[BASE].lock_ref != held.get(node, 0)
-    ]
+        start = receipt.parts[BASE]
+        if start is None or (receipt.tier is Tier.HOST and start >= receipt.depth):
+            continue  # given up early, or an empty span
+        node = receipt.node
+        if node.end != receipt.depth:
+            faults.append(f"{receipt!r} ends inside {node!r}")
+        while node.parent is not None:
+            if receipt.tier is Tier.DEVICE or node.end > start:
+                held[receipt.tier][node] += 1
+            node = node.parent
+        if node is not tree.root:
+            faults.append(f"{receipt!r} holds a node that is gone")
+    for node in nodes:
+        base = node.data[BASE]
+        for name, locks, receipts in (
+            ("locks", base.lock_ref, held[Tier.DEVICE][node]),
+            ("host locks", base.host_lock_ref, held[Tier.HOST][node]),
+        ):
+            if locks != receipts:
+                faults.append(
+                    f"{node!r} has other {name} than the {receipts} receipts that are out"
+                )
+
+
+def _page_keys(tree: RadixTree, node: Node) -> list[bytes]:
+    """A node's page keys, hashed anew from the root."""
+    path = []
+    current = node
+    while current.parent is not None:
+        path.append(current)
+        current = current.parent
+    keys: list[bytes] = []
+    previous = namespace_seed(node.namespace)
+    for step in reversed(path):
+        tokens = np.frombuffer(step.key, np.int64)
+        keys = hash_pages(tokens, tree.page_size, previous, is_bigram=node.namespace.is_bigram)
+        previous = keys[-1] if keys else previous
+    return keys
 
 
 def _is_live(node: Node) -> bool:

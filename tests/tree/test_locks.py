@@ -307,3 +307,60 @@ def test_a_device_lock_on_what_only_the_host_has_keeps_it_there() -> None:
     rig.tree.dec_lock_ref(receipt)
     assert rig.evict_host(64).count(0, Tier.HOST) == 4
     rig.check()
+
+
+# --- a lock that goes deeper ----------------------------------------------------------------------
+
+
+def test_a_lock_advances_without_letting_go() -> None:
+    """§5.10: what was held stays held, what is new is held too, and one receipt is enough."""
+    rig = Rig()
+    receipt = rig.publish_and_lock(seq("A", 32), 32)
+    rig.publish(seq("A", 64))
+    rig.publish(seq("A", 96))
+    for depth, held in ((48, 3), (48, 3), (96, 6)):
+        rig.tree.advance(receipt, rig.match(seq("A", 96), depth).device_boundary)
+        assert receipt.depth == depth
+        assert sizes(rig) == (6 - held, held)
+        rig.check()
+    rig.tree.dec_lock_ref(receipt)
+    assert sizes(rig) == (6, 0)
+    rig.check()
+
+
+def test_a_lock_advances_below_itself_only() -> None:
+    """Another branch, a shorter prefix, a node that is gone, a receipt that is: refused, and what
+    was held is."""
+    rig = Rig()
+    receipt = rig.publish_and_lock(seq("A", 64), 64)
+    rig.publish(seq("A", 32) + seq("B", 64))
+    rig.publish(seq("C", 32))
+    for tokens in (seq("A", 32) + seq("B", 64), seq("A", 32), seq("C", 32), seq("X", 16)):
+        with pytest.raises(ValueError, match="is not below what"):
+            rig.tree.advance(receipt, rig.match(tokens).device_boundary)
+        assert receipt.depth == 64
+        assert rig.tree.protected_size() == 4
+        rig.check()
+    rig.publish(seq("A", 96))
+    gone = rig.match(seq("A", 96)).device_boundary
+    rig.evict(1000)
+    with pytest.raises(StaleError):
+        rig.tree.advance(receipt, gone)
+    rig.check()
+    rig.tree.dec_lock_ref(receipt)
+    with pytest.raises(LockError):
+        rig.tree.advance(receipt, gone)
+    rig.check()
+
+
+def test_other_holders_keep_theirs_when_a_lock_advances() -> None:
+    """Counts are per receipt: one goes deeper, and the other lets go of what it had."""
+    rig = Rig()
+    mine, theirs = rig.publish_and_lock(seq("A", 32), 32), rig.lock(seq("A", 32))
+    rig.publish(seq("A", 64))
+    rig.tree.advance(mine, rig.match(seq("A", 64)).device_boundary)
+    rig.tree.dec_lock_ref(mine)
+    assert sizes(rig) == (2, 2)
+    rig.check()
+    rig.tree.dec_lock_ref(theirs)
+    rig.check()

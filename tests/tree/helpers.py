@@ -136,6 +136,11 @@ class Rig:
         self.tree.dec_lock_ref(receipt)
         return result
 
+    def publish_own(self, tokens: Any, **namespace: Any) -> InsertResult:
+        """A request that has matched nothing and computes everything itself."""
+        key = self.key(tokens, **namespace)
+        return self.insert(key, self.compute(key))
+
     def insert(self, key: RadixKey, ids: PageIds, owned: int = 0, **rest: Any) -> InsertResult:
         """Insert pages that `compute` gave; give the duplicates back at once."""
         rest.setdefault("inserted_len", owned)

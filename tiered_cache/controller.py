@@ -60,6 +60,7 @@ class HybridCacheController:
         self.page_size = tree.page_size
         self.enabled = enabled
         self.closed = False
+        self.epoch = tree.receipts.epoch  # counts resets: what is from an earlier one is stale
         self.counters = Counters()
         self.accounts = PageAccounts(tree, allocators, self.counters)
         self.admission = AdmissionQueue(self.counters)
@@ -76,7 +77,7 @@ class HybridCacheController:
         self._dropped: deque[Lease] = deque()
         self._quiet = asyncio.Event()
         self._supervisor = Supervisor(self._calmed)
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._process = os.getpid()
 
@@ -85,7 +86,7 @@ class HybridCacheController:
 
     def now(self) -> float:
         """Seconds on the loop's clock."""
-        return self._loop.time()
+        return self.loop.time()
 
     # --- who may call -----------------------------------------------------------------------------
 
@@ -97,7 +98,7 @@ class HybridCacheController:
         """
         # The running loop is per thread, and forgotten in a forked child: one look covers all
         # three.
-        if asyncio._get_running_loop() is not self._loop or self.closed:
+        if asyncio._get_running_loop() is not self.loop or self.closed:
             raise self._why_not()
 
     def may_clean_up(self) -> bool:
@@ -106,7 +107,7 @@ class HybridCacheController:
         Raises:
             WrongThreadError: from another thread than the cache's.
         """
-        if asyncio._get_running_loop() is self._loop:
+        if asyncio._get_running_loop() is self.loop:
             return True
         if os.getpid() != self._process:
             return False
@@ -222,7 +223,7 @@ class HybridCacheController:
         self._leases[lease.id] = weakref.ref(lease)
         counters = self.counters
         counters.leases_granted += 1
-        counters.tokens_requested += len(lease)
+        counters.tokens_requested += lease.key.num_tokens
         counters.tokens_hit_device += lease.prefix_len
         self._tell(EventKind.GRANTED, lease, lease.prefix_len)
         return self.epoch
@@ -261,8 +262,8 @@ class HybridCacheController:
         if os.getpid() != self._process:
             return
         self._dropped.append(lease)
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._close_dropped)
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(self._close_dropped)
 
     def _close_dropped(self) -> None:
         while self._dropped:
@@ -290,11 +291,6 @@ class HybridCacheController:
     # --- life cycle -------------------------------------------------------------------------------
 
     @property
-    def epoch(self) -> int:
-        """Counts resets: what was made in an earlier epoch is stale."""
-        return self.tree.receipts.epoch
-
-    @property
     def busy(self) -> bool:
         """Whether anything is in flight: a run, a quarantine, background work."""
         return bool(self._num_runs or self._ending or self._dropped or self._supervisor.num_running)
@@ -312,6 +308,7 @@ class HybridCacheController:
         """
         holders = self._current_leases()
         self.tree.reset()
+        self.epoch = self.tree.receipts.epoch
         self.counters.resets += 1
         self.accounts.reset(lease.held_pages() for lease in holders)
         self.claims.release_all()

@@ -14,6 +14,7 @@ Ownership by position (semantics §11.1), in tokens:
 
 from __future__ import annotations
 
+import asyncio
 import warnings
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -162,8 +163,7 @@ class Lease:
         for index, protected in enumerate(tree.would_protect(boundary)):
             if need + protected > controller.accounts.spare(index):
                 return False
-        self._receipt = tree.inc_lock_ref(boundary)
-        tree.count_hits(self._receipt)
+        self._receipt = tree.inc_lock_ref(boundary, counts_hit=True)
         self._closed = False
         self.granted_at = controller.now()
         self._adopt_prefix(boundary)
@@ -627,7 +627,8 @@ class Lease:
             controller.accounts.give_back_stale(self.held_pages())
         else:
             controller.tree.dec_lock_ref(receipt)
-            controller.accounts.give_back(self.private_pages())
+            if self.num_private_pages:
+                controller.accounts.give_back(self.private_pages())
         self._receipt = None
 
     def check(self) -> None:
@@ -636,10 +637,12 @@ class Lease:
         Raises:
             ClosedError, StaleError (a `reset()` came between), WrongThreadError.
         """
-        self._controller.check()
+        controller = self._controller
+        if asyncio._get_running_loop() is not controller.loop or controller.closed:
+            controller.check()
         if self._closed:
             raise ClosedError(f"{self!r} is closed: lease its tokens again")
-        if self.epoch != self._controller.epoch:
+        if self.epoch != controller.epoch:
             raise StaleError(f"{self!r} is from before a reset(): lease its tokens again")
 
     def __del__(self) -> None:

@@ -357,13 +357,15 @@ class RadixTree:
 
     # --- locks ------------------------------------------------------------------------------------
 
-    def inc_lock_ref(self, boundary: Boundary) -> Receipt:
+    def inc_lock_ref(self, boundary: Boundary, *, counts_hit: bool = False) -> Receipt:
         """Hold the device state of a prefix, cutting its last node where the prefix ends (3.2, 6).
+
+        `counts_hit`: this is the grant of a lease, and counts as a use (as `count_hits`).
 
         Raises:
             StaleError: the boundary's node is gone.
         """
-        return self._acquire(boundary, DEVICE, 0)
+        return self._acquire(boundary, DEVICE, 0, counts_hit)
 
     def advance(self, receipt: Receipt, boundary: Boundary) -> None:
         """The holder of a device lock holds a deeper prefix of the same path from now on.
@@ -416,7 +418,9 @@ class RadixTree:
             if receipt.node.data[BASE].value is None:
                 self._prune(receipt.node)
 
-    def _acquire(self, boundary: Boundary, tier: Tier, start: int) -> Receipt:
+    def _acquire(
+        self, boundary: Boundary, tier: Tier, start: int, counts_hit: bool = False
+    ) -> Receipt:
         node, depth = boundary
         path = self._path_to(node)
         if node.end != depth or (path[-1].parent if path else node) is not self.root:
@@ -425,6 +429,8 @@ class RadixTree:
         parts = [
             component.acquire_component_lock(path, tier, start) for component in self.components
         ]
+        if counts_hit:
+            self._count_hits(path, 0)
         return self.receipts.issue(node, tier, parts)
 
     def _release(self, receipt: Receipt, tier: Tier) -> None:
@@ -470,12 +476,15 @@ class RadixTree:
         """A lease was granted this prefix: date it, and count a use of its nodes that end beyond
         `above` (3.8, 5.8)."""
         self.receipts.check(receipt, DEVICE)
-        path = self._path_to(receipt.node)
-        path.reverse()
+        self._count_hits(self._path_to(receipt.node), above)
+
+    def _count_hits(self, path: list[Node], above: int) -> None:
         for node in path:
-            if node.end > above:
-                node.hit_count += 1
+            if node.end <= above:
+                break
+            node.hit_count += 1
         self._stamp += 1
+        path.reverse()
         for component in self.components:
             component.touch(path, self._stamp)
 

@@ -217,36 +217,33 @@ class RadixTree:
         path: list[Node] = []
         node, depth = self.root, 0
         step, priority = self._page_bytes + overlap, params.priority
-        try:
-            while depth < length:
-                at = depth * TOKEN_BYTES
-                page = data[at : at + step]
-                child = node.children.get(page if depth else key.root_prefix + page)
-                if child is None:
-                    break
-                edge = child.key
-                if child.end > length or not data.startswith(edge, at):
-                    shared = min(len(edge), (length - depth) * TOKEN_BYTES + overlap)
-                    end = depth + self._whole_pages(common_bytes(edge, data, at, shared), overlap)
-                    child = self._split_node(child, end)
-                if child.end > owned or child.data[BASE].value is None:
-                    for component in self.components:
-                        component.update_component_on_insert_overlap(child, depth, insertion)
-                node, depth = child, child.end
-                path.append(node)
-                if depth > inserted_len:
-                    node.hit_count += 1  # 5.8: once per request and node
-                if priority > node.priority:
-                    node.priority = priority
-            if depth < owned and depth < length:
-                raise stale_prefix(owned, depth)
-        except StaleError:
-            self._discount(path, inserted_len)
-            raise
+        while depth < length:
+            at = depth * TOKEN_BYTES
+            page = data[at : at + step]
+            child = node.children.get(page if depth else key.root_prefix + page)
+            if child is None:
+                break
+            edge = child.key
+            if child.end > length or not data.startswith(edge, at):
+                shared = min(len(edge), (length - depth) * TOKEN_BYTES + overlap)
+                end = depth + self._whole_pages(common_bytes(edge, data, at, shared), overlap)
+                child = self._split_node(child, end)
+            if child.end > owned or child.data[BASE].value is None:
+                for component in self.components:
+                    component.update_component_on_insert_overlap(child, depth, insertion)
+            node, depth = child, child.end
+            path.append(node)
+        if depth < owned and depth < length:
+            raise stale_prefix(owned, depth)
+        for node in path:
+            if node.end > inserted_len:
+                node.hit_count += 1  # 5.8: once per request and node
+            if priority > node.priority:
+                node.priority = priority
         prefix_len = min(insertion.prefix_len, depth)
         self._stamp += 1
         if depth < length:
-            self._add_leaf(path, node, depth, length, insertion)
+            self._add_leaf(path, depth, length, insertion)
         for component in self.components:
             component.touch(path, self._stamp)
         duplicates = self._nothing
@@ -269,25 +266,16 @@ class RadixTree:
         for pages in params.pages:
             if len(pages) < num_pages:
                 raise ValueError(f"{len(pages)} page ids for {num_pages} pages of tokens")
-            if pages.dtype != INT32:
+            if pages.dtype is not INT32 and pages.dtype != INT32:
                 raise TypeError(f"page ids must be int32, not {pages.dtype}")
         if owned and (owned < 0 or owned % page_size):
             raise ValueError(f"prev_prefix_len {owned} is not whole pages of {page_size}")
         return num_pages
 
-    def _discount(self, path: list[Node], inserted_len: int) -> None:
-        """Take back the uses that an insert has counted before it failed."""
-        for node in path:
-            if node.end > inserted_len:
-                node.hit_count -= 1
-            self.leaves.touch(node)  # its priority may have risen, and may stay so
-
-    def _add_leaf(
-        self, path: list[Node], parent: Node, start: int, stop: int, insertion: Insertion
-    ) -> None:
-        """Hang `[start, stop)` below `parent`, cut where a component or the prompt's end wants a
+    def _add_leaf(self, path: list[Node], start: int, stop: int, insertion: Insertion) -> None:
+        """Hang `[start, stop)` below `path`, cut where a component or the prompt's end wants a
         boundary."""
-        params = insertion.params
+        params, parent = insertion.params, path[-1] if path else self.root
         key = params.key
         data, overlap, step = key.data, key.overlap, self._page_bytes + key.overlap
         ends: tuple[int, ...] = (stop,)

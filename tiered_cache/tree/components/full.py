@@ -98,9 +98,23 @@ class FullComponent(TreeComponent):
             insertion.refuse(self, duplicates, start)
 
     def commit_insert_component_data(self, leaf: Node, start: int, insertion: Insertion) -> None:
-        size = self.page_size
-        ids = own(insertion.params.pages[self.index][start // size : leaf.end // size])
-        self._gain(leaf, DEVICE, ids)
+        # `_gain`, for a node of which all is known: no lock, no child, on no other tier. Every
+        # request does this once, so it is spelt out.
+        size, index, leaves, parent = self.page_size, self.index, self.leaves, leaf.parent
+        assert parent is not None, "a leaf hangs somewhere"
+        ids = own(insertion.params.pages[index][start // size : leaf.end // size])
+        data, above = leaf.data[index], parent.data[index]
+        data.value = ids
+        data.queue = leaves.device
+        leaves.touch(leaf)
+        self.device.evictable += len(ids)
+        parent.device_children += 1
+        parent.live_children += 1
+        if above.queue is not None:
+            above.queue = None
+            leaves.touch(parent)
+        if self.observers.listening:
+            self.tell(EventKind.STORED, DEVICE, leaf)
 
     # --- split ------------------------------------------------------------------------------------
 

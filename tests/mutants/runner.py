@@ -30,7 +30,7 @@ from tests.mutants.model import REPO, Mutant
 COPIED: Final = ("tiered_cache", "tests", "configs")
 HEAVY: Final = ("torch", "numpy", "pydantic", "sortedcontainers")
 MAX_TEST_S: Final = 3.0
-HANG_S: Final = 30.0
+HANG_S: Final = 20.0
 """A test that has not ended by then hangs because of the mutant: it has noticed."""
 
 
@@ -77,7 +77,8 @@ def run_mutants(mutants: Sequence[Mutant]) -> Iterator[Outcome]:
 
 
 def _check_untouched(root: Path, mutants: Sequence[Mutant]) -> None:
-    run = _pytest(root, sorted({mutant.test for mutant in mutants}), limit_s=10 * HANG_S)
+    tests = sorted({mutant.test for mutant in mutants})
+    run = _pytest(root, tests, limit_s=10 * HANG_S, write_bytecode=True)
     if run.code != 0:
         raise RuntimeError(f"the tests fail without any mutant (exit code {run.code}):\n{run.log}")
     slow = {test: round(spent, 1) for test, spent in run.durations.items() if spent > MAX_TEST_S}
@@ -87,13 +88,16 @@ def _check_untouched(root: Path, mutants: Sequence[Mutant]) -> None:
 
 def _try(root: Path, mutant: Mutant) -> Outcome:
     path = root / mutant.file
-    source = path.read_text()
+    source, times = path.read_text(), path.stat()
     start = time.monotonic()
     path.write_text(mutant.apply(source))
+    # Bytecode of the untouched file must not pass for that of this one: another time of change.
+    os.utime(path, (times.st_atime, times.st_mtime + 3600))
     try:
         run = _pytest(root, [mutant.test], limit_s=HANG_S)
     finally:
         path.write_text(source)
+        os.utime(path, (times.st_atime, times.st_mtime))
     verdict = {0: "SURVIVED", 1: "killed", None: "killed (hangs)"}.get(
         run.code, f"BROKEN (pytest exit code {run.code})"
     )
@@ -114,7 +118,9 @@ def _copy() -> Iterator[Path]:
 # --- one pytest session in a child ----------------------------------------------------------------
 
 
-def _pytest(root: Path, tests: Sequence[str], limit_s: float) -> Run:
+def _pytest(
+    root: Path, tests: Sequence[str], limit_s: float, *, write_bytecode: bool = False
+) -> Run:
     assert threading.active_count() == 1, "forking needs a process of one thread"
     log, report = root / "log.txt", root / "report.json"
     report.unlink(missing_ok=True)
@@ -122,7 +128,7 @@ def _pytest(root: Path, tests: Sequence[str], limit_s: float) -> Run:
     sys.stderr.flush()
     child = os.fork()
     if child == 0:
-        _session(root, tests, log, report)
+        _session(root, tests, log, report, write_bytecode)
     code = _wait(child, limit_s)
     text = log.read_text(errors="replace")
     if code is None:
@@ -145,7 +151,9 @@ def _wait(child: int, limit_s: float) -> int | None:
     return None
 
 
-def _session(root: Path, tests: Sequence[str], log: Path, report: Path) -> None:
+def _session(
+    root: Path, tests: Sequence[str], log: Path, report: Path, write_bytecode: bool
+) -> None:
     """Run in the child, and end it."""
     code = 70
     try:
@@ -155,8 +163,8 @@ def _session(root: Path, tests: Sequence[str], log: Path, report: Path) -> None:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
         os.environ["PYTHONPATH"] = str(root)  # for what the tests start
-        sys.dont_write_bytecode = True  # two versions of a file within a second would share one
-        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+        sys.dont_write_bytecode = not write_bytecode  # only ever that of untouched files
+        os.environ["PYTHONDONTWRITEBYTECODE"] = "" if write_bytecode else "1"
         sys.path[:] = [str(root), *(p for p in sys.path if p and Path(p).resolve() != REPO)]
         for name in [name for name in sys.modules if name.split(".")[0] in COPIED]:
             del sys.modules[name]

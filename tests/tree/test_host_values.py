@@ -87,6 +87,24 @@ def test_a_commit_is_by_span_through_splits() -> None:
     rig.check()
 
 
+def test_a_commit_skips_the_nodes_before_its_span() -> None:
+    """§1.5: what lies wholly in front of the last pages gets nothing, and is not cut."""
+    rig = Rig()
+    for end in (32, 64, 96):
+        rig.publish(seq("A", end))
+    found = rig.match(seq("A", 96))
+    for node in path_to(found.device_node)[:2]:
+        node.data[0].stored = True
+    ids = rig.host.allocate(2)
+    assert ids is not None
+    for copy, page in zip(ids.tolist(), found.pages[0].tolist()[4:], strict=True):
+        rig.host_content[copy] = rig.content[page]
+    assert rig.tree.commit_transfer(found.device_boundary, 0, Tier.HOST, ids).tolist() == []
+    assert spans(rig.tree) == [(0, 32), (32, 64), (64, 96)]
+    assert host_value(found.device_node).tolist() == ids.tolist()
+    rig.check()
+
+
 def test_a_commit_that_does_not_fit_the_path_is_refused() -> None:
     """More ids than the path has pages, ids that are not int32, a node that is gone: nothing is
     taken."""

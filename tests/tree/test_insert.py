@@ -165,6 +165,19 @@ def test_a_branch_splits_the_node_it_leaves() -> None:
     rig.check()
 
 
+@pytest.mark.parametrize("at", [1, 15, 16, 17, 40, 63])
+def test_an_insert_without_a_match_splits_where_the_tokens_differ(at: int) -> None:
+    """§5.2: it compares whole edges itself; a page with one other token is a page of its own."""
+    rig = Rig()
+    rig.publish(seq("A", 64))
+    rig.publish_own(seq("A", at) + seq("B", 80 - at))
+    shared = rig.floor(at)
+    assert rig.hit(seq("A", at) + seq("B", 80 - at)) == (80, 0)
+    assert rig.hit(seq("A", 64)) == (64, 0)
+    assert rig.tree.evictable_size() == (64 + 80 - shared) // 16
+    rig.check()
+
+
 def test_an_insert_that_ends_inside_a_node_cuts_it_there() -> None:
     """§5.2, §5.10: the caller can lock exactly what it has inserted."""
     rig = Rig()

@@ -217,9 +217,9 @@ def _worst_calls(num_leaves: int, policy: str, group_leaves: int) -> dict[str, f
         watch("match", partial(tree.match_prefix, MatchPrefixParams(grove.key(leaf))))
     evicted = watch("first evict", partial(tree.evict, (1,)))
     grove.rig.allocator.free(evicted.device[0])
-    shuffled = list(range(num_leaves))
-    Random(SEED).shuffle(shuffled)  # another order than they grew in moves every leaf elsewhere
-    for leaf in shuffled:
+    # In another order than they grew in, which moves every leaf elsewhere; as an array, because a
+    # young list of so many would itself be what the next young collection spends its time on.
+    for leaf in map(int, np.random.default_rng(SEED).permutation(num_leaves)):
         match = watch("match", partial(tree.match_prefix, MatchPrefixParams(grove.key(leaf))))
         receipt = watch("lock", partial(tree.inc_lock_ref, match.device_boundary))
         watch("hit", partial(tree.count_hits, receipt))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.tree.helpers import Rig, path_to, seq
+from tiered_cache.keys import RadixKey
 from tiered_cache.observe import Event, EventKind
 from tiered_cache.tree.node import Node
 from tiered_cache.tree.radix import RadixTree
@@ -39,6 +40,18 @@ class Replay:
             assert event.kind is EventKind.REMOVED
             assert keys <= self.model[event.tier], "removed without having been stored"
             self.model[event.tier] -= keys
+
+    def hit(self, key: RadixKey) -> tuple[int, int]:
+        """(device, host) lengths that a match must find."""
+        assert self.tree is not None
+        keys = key.page_keys(self.tree.page_size)
+        device = [page_key in self.model[Tier.DEVICE] for page_key in keys]
+        best = [
+            page_key in self.model[Tier.HOST] or on
+            for page_key, on in zip(keys, device, strict=True)
+        ]
+        lengths = [[*found, False].index(False) * self.tree.page_size for found in (device, best)]
+        return lengths[0], lengths[1] - lengths[0]
 
 
 def reality(tree: RadixTree) -> dict[Tier, set[bytes]]:
@@ -88,6 +101,7 @@ def test_b106_replayed_events_equal_what_is_there(seed: int) -> None:
             continue
         met[step] += 1
         assert replay.model == reality(rig.tree)
+        assert rig.hit(tokens, **namespace) == replay.hit(rig.key(tokens, **namespace))
     assert replay.events > 500
     assert min(met.values()) >= 2, met
     rig.check()

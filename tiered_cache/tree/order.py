@@ -6,14 +6,16 @@ a linked list can keep only one order, and a dict over all nodes stalls whoever 
 at 10⁵ entries, 95 at 10⁶). So nothing here is longer than a chunk but the list of chunks, and a
 node's own data remembers the rank under which it stands.
 
-Chunks that have run empty are used again, and ranks are ints, because of the garbage collector: a
-young container is walked by the next young collection, with a cache miss per node, and when every
-leaf has been touched since the last one that would be all of them (28 ms at 10⁵, measured).
+Chunks that have run empty are used again, as many are kept spare as are in use, the oldest is taken
+first, and ranks are ints: all because of the garbage collector. A young container is walked by the
+next young collection, with a cache miss per node, and when every leaf has been touched since the
+last one that would be all of them (28 ms at 10⁵, measured).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Final
@@ -40,7 +42,7 @@ class Order:
         self._ranks: list[list[int]] = []
         self._nodes: list[list[Node]] = []
         self._lasts: list[int] = []  # the highest rank of each chunk
-        self._spare: list[tuple[list[int], list[Node]]] = []
+        self._spare: deque[tuple[list[int], list[Node]]] = deque()
         self._size = 0
 
     def insert(self, node: Node) -> None:
@@ -93,9 +95,10 @@ class Order:
 
     def _open(self, at: int, last: int) -> None:
         """An empty chunk at this place."""
-        if not self._spare:  # two, so that touching everything finds old ones to move to
-            self._spare += [([], []), ([], [])]
-        ranks, nodes = self._spare.pop()
+        spare = self._spare
+        while len(spare) <= len(self._ranks):
+            spare.append(([], []))
+        ranks, nodes = spare.popleft()
         self._ranks.insert(at, ranks)
         self._nodes.insert(at, nodes)
         self._lasts.insert(at, last)

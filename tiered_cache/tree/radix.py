@@ -186,6 +186,11 @@ class RadixTree:
         """`path` and `depth`, shortened to the deepest boundary that suits every component
         (3.3)."""
         count = len(path)
+        if len(self.components) == 1:  # nobody to disagree with: once is enough
+            agreed = self.components[0].deepest_boundary(path, count, depth, device_only)
+            if agreed == count:
+                return path, depth
+            return path[:agreed], path[agreed - 1].end if agreed else 0
         while count:
             agreed = count
             for component in self.components:

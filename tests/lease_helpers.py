@@ -117,6 +117,11 @@ async def chunk_of(lease: Lease, max_tokens: int = 1 << 20) -> Chunk:
     return chunk
 
 
+def other_tasks() -> set[asyncio.Task[Any]]:
+    """All tasks of the loop but the one that asks."""
+    return asyncio.all_tasks() - {asyncio.current_task()}  # type: ignore[arg-type]
+
+
 async def cancelled(task: asyncio.Task[Any]) -> None:
     """Cancel a task and see it end as cancelled."""
     task.cancel()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, Final, TypeVar
 
 from tiered_cache import CacheStats, Chunk, Lease, UnifiedRadixCache, load_config
@@ -40,6 +40,11 @@ class Rig:
         self.cache = cache
         self.oracle = ByteOracle(cache)
         self.model = OracleModel(self.oracle)
+        self.exit_actions: list[Callable[[], object]] = []
+
+    def at_exit(self, action: Callable[[], object]) -> None:
+        """Call it when the rig is left, however that is."""
+        self.exit_actions.append(action)
 
     @property
     def pool(self) -> PoolStats:
@@ -90,7 +95,11 @@ async def rig(pages: int = 16, *, options: Any = None, **sections: Any) -> Async
     """A cache that is checked when it is left, whatever the test did to it."""
     async with UnifiedRadixCache.open(settings(pages, **sections), **(options or {})) as cache:
         made = Rig(cache)
-        yield made
+        try:
+            yield made
+        finally:
+            for action in made.exit_actions:
+                action()
         made.check()
 
 
@@ -119,7 +128,7 @@ async def chunk_of(lease: Lease, max_tokens: int = 1 << 20) -> Chunk:
 
 def other_tasks() -> set[asyncio.Task[Any]]:
     """All tasks of the loop but the one that asks."""
-    return asyncio.all_tasks() - {asyncio.current_task()}  # type: ignore[arg-type]
+    return asyncio.all_tasks() - {asyncio.current_task()}
 
 
 async def cancelled(task: asyncio.Task[Any]) -> None:

@@ -40,6 +40,7 @@ class GatedRig:
     def __init__(self, r: Rig) -> None:
         self.gate = Gate()
         self.model = OracleModel(r.oracle, self.gate)
+        r.at_exit(self.gate.open)  # also when the test has failed: nobody waits for a lost thread
 
 
 # --- grant ----------------------------------------------------------------------------------------
@@ -164,6 +165,7 @@ async def test_a_thousand_grants_that_come_to_nothing_leak_nothing_b28() -> None
     async with rig(pages=8) as r:
         await r.serve(seq("A", 16))
         for attempt in range(250):
+            assert r.pool.unspent == 0
             with pytest.raises(ValueError, match="on purpose"):
                 async with r.cache.lease(seq("A", 20)) as lease:
                     await chunk_of(lease)
@@ -252,6 +254,7 @@ async def test_a_run_that_ends_without_a_commit_wakes_who_waits(ends: str) -> No
     async with rig() as r:
         first, second = await r.lease(seq("A", 9)), await r.lease(seq("A", 9))
         gate = Gate()
+        r.at_exit(gate.open)
 
         def model(_: object) -> None:
             gate()

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.lease_helpers import cancelled, start, turns
-from tiered_cache.jobs import DaemonExecutor, Supervisor, run_to_end
-from tiered_cache.testing.gates import Gate
+from tiered_cache import ClosedError
+from tiered_cache.jobs import DaemonExecutor, Supervisor, run_to_end, submit
+from tiered_cache.testing.gates import Gate, ManualExecutor
 
 
 @pytest.fixture
@@ -32,7 +33,8 @@ def test_an_executor_needs_a_thread() -> None:
 
 def test_jobs_run_first_in_first_out_in_daemon_threads() -> None:
     """So that a hung job does not keep the interpreter from ending."""
-    executor, seen = DaemonExecutor("test", 1), []
+    executor = DaemonExecutor("test", 1)
+    seen: list[int] = []
     futures = [executor.submit(seen.append, count) for count in range(20)]
     daemon = executor.submit(lambda: threading.current_thread().daemon)
     assert daemon.result(10)
@@ -76,9 +78,9 @@ def threads_of(name: str) -> list[threading.Thread]:
 
 async def test_a_job_gives_its_result_or_its_error(executor: DaemonExecutor) -> None:
     """As if it had been called here."""
-    assert await run_to_end(executor, divmod, 7, 2) == (3, 1)
+    assert await run_to_end(submit(executor, divmod, 7, 2)) == (3, 1)
     with pytest.raises(ZeroDivisionError):
-        await run_to_end(executor, divmod, 7, 0)
+        await run_to_end(submit(executor, divmod, 7, 0))
 
 
 @pytest.mark.parametrize(
@@ -94,7 +96,7 @@ async def test_errors_that_mean_something_to_the_loop_do_not_pose_as_its_own(
 
     expected = type(error) if isinstance(error, (KeyError, TimeoutError)) else RuntimeError
     with pytest.raises(expected) as caught:
-        await run_to_end(executor, fail)
+        await run_to_end(submit(executor, fail))
     assert str(caught.value) == str(error) or caught.value.__cause__ is error
 
 
@@ -102,15 +104,16 @@ async def test_cancelled_while_queued_it_ends_at_once_and_never_runs(
     executor: DaemonExecutor,
 ) -> None:
     """The thread is busy with something else all the time."""
-    gate, ran = Gate(), []
-    busy = start(run_to_end(executor, gate))
+    gate = Gate()
+    ran: list[int] = []
+    busy = start(run_to_end(submit(executor, gate)))
     await gate.reached()
-    queued = start(run_to_end(executor, ran.append, 1))
+    queued = start(run_to_end(submit(executor, ran.append, 1)))
     await turns()
     await cancelled(queued)
     gate.open()
     await busy
-    await run_to_end(executor, int)
+    await run_to_end(submit(executor, int))
     assert ran == []
 
 
@@ -119,7 +122,7 @@ async def test_cancelled_while_running_it_waits_for_the_thread_however_often(
 ) -> None:
     """When it raises, nobody runs it any more."""
     gate = Gate()
-    task = start(run_to_end(executor, gate))
+    task = start(run_to_end(submit(executor, gate)))
     await gate.reached()
     for _ in range(3):
         task.cancel()
@@ -141,7 +144,7 @@ async def test_an_error_after_a_cancellation_is_seen_by_nobody_and_warns_nobody(
         gate()
         raise ValueError
 
-    task = start(run_to_end(executor, fail))
+    task = start(run_to_end(submit(executor, fail)))
     await gate.reached()
     task.cancel()
     await turns()
@@ -151,6 +154,20 @@ async def test_an_error_after_a_cancellation_is_seen_by_nobody_and_warns_nobody(
     del task
     await turns()
     assert not caplog.records
+
+
+async def test_an_executor_that_drops_a_queued_job_is_not_a_cancellation() -> None:
+    """A user's executor may be shut down under a run: that is an error to report."""
+    executor = ManualExecutor()
+    task = start(run_to_end(submit(executor, int)))
+    await turns()
+    executor.jobs[0].future.cancel()
+    with pytest.raises(ClosedError, match="dropped"):
+        await task
+    task = start(run_to_end(submit(executor, int)))
+    await turns()
+    executor.jobs[1].future.cancel()
+    await cancelled(task)  # both at once: the caller's own counts
 
 
 # --- the supervisor -------------------------------------------------------------------------------
@@ -182,7 +199,7 @@ async def test_a_child_that_fails_is_counted_and_hurts_nobody(
 
 async def test_its_end_is_told_when_a_child_no_longer_counts() -> None:
     """Whoever waits for quiet looks exactly then."""
-    seen = []
+    seen: list[int] = []
     supervisor = Supervisor(lambda: seen.append(supervisor.num_running))
     await supervisor.start()
     supervisor.spawn(turns(1), "short")

@@ -153,7 +153,7 @@ class UnifiedRadixCache:
         for count in range(len(youngest_first) + 1):
             victims, staying = youngest_first[:count], youngest_first[count:]
             wanted = sum(lease.pages_beyond_promise(len(lease) + 1) for lease in staying)
-            private = sum(lease.num_private_pages for lease in victims)
+            private = sum(lease.num_private_pages + lease.unspent for lease in victims)
             freed = tree.would_release([lease.receipt for lease in victims if lease.receipt])
             if all(
                 wanted <= accounts.spare(index) + freed[index] + private
@@ -194,10 +194,12 @@ class UnifiedRadixCache:
 
     def stats(self) -> CacheStats:
         """A frozen snapshot of pools and counters."""
+        self._controller.check_thread()
         return self._controller.stats()
 
     def outstanding(self) -> list[Outstanding]:
         """What somebody holds, with owner and age; also after `aclose`."""
+        self._controller.check_thread()
         return self._controller.outstanding()
 
     def reset(self) -> None:
@@ -225,10 +227,12 @@ class UnifiedRadixCache:
         Raises:
             IntegrityError: a bug of this library.
         """
+        self._controller.check_thread()
         self._controller.check_integrity()
 
     def pretty_print(self) -> str:
         """The tree as text, a line per node."""
+        self._controller.check_thread()
         return self.tree.pretty_print()
 
     @property

@@ -23,8 +23,14 @@ import numpy as np
 from tiered_cache.accounts import PageAccounts
 from tiered_cache.admission import AdmissionQueue
 from tiered_cache.claims import Claims
-from tiered_cache.errors import CapacityError, ClosedError, IntegrityError, WrongThreadError
-from tiered_cache.jobs import Supervisor, run_to_end
+from tiered_cache.errors import (
+    CapacityError,
+    ClosedError,
+    IntegrityError,
+    StaleError,
+    WrongThreadError,
+)
+from tiered_cache.jobs import Supervisor, run_to_end, submit
 from tiered_cache.observe import Event, EventKind, Observers
 from tiered_cache.stats import CacheStats, Counters, PoolStats
 from tiered_cache.types import Outstanding
@@ -38,6 +44,18 @@ if TYPE_CHECKING:
     from tiered_cache.tree.radix import RadixTree
 
 T = TypeVar("T")
+
+
+class Run:
+    """A run under way: waiting for the one before it, queued, or active."""
+
+    __slots__ = ("ended", "job", "leases")
+
+    def __init__(self, leases: Sequence[Lease]) -> None:
+        self.leases = leases
+        self.ended = asyncio.Event()
+        self.job: concurrent.futures.Future[Any] | None = None
+
 
 SWEEP_NODES: Final = 1000
 """Nodes taken apart between two turns of the loop after a reset (1 ms)."""
@@ -68,7 +86,7 @@ class HybridCacheController:
         self.observers = observers
         self._executor = run_executor
         self._owns_executor = owns_executor
-        self._num_runs = 0
+        self._runs: list[Run] = []
         self._lease_ids = itertools.count(1)
         # Open leases are held weakly, so that a forgotten one is noticed. Closed ones that a run
         # still touches and forgotten ones are held until their pages have gone home.
@@ -114,6 +132,11 @@ class HybridCacheController:
         if threading.get_ident() != self._thread:
             raise self._why_not()
         return True
+
+    def check_thread(self) -> None:
+        """Raise `WrongThreadError` from another thread than the cache's, also after its end."""
+        if threading.get_ident() != self._thread and os.getpid() == self._process:
+            raise self._why_not()
 
     def _why_not(self) -> Exception:
         if os.getpid() != self._process:
@@ -184,12 +207,20 @@ class HybridCacheController:
             ]
         for lease in leases:
             lease.begin_run(chunks)
-        self._num_runs += 1
+        run = Run(leases)
+        ahead = self._runs_ahead(chunks)
+        self._runs.append(run)
         self.counters.runs += 1
-        computed: Sequence[Chunk] = ()
+        is_computed = False
         try:
-            result = await run_to_end(self._executor, fn, *args)
-            computed = chunks
+            for other in ahead:
+                await other.ended.wait()
+            if ahead:
+                self._check_still_follows(leases, chunks)
+            job = submit(self._executor, fn, *args)
+            run.job = job
+            result = await run_to_end(job)
+            is_computed = True
         except asyncio.CancelledError:
             self.counters.runs_cancelled += 1
             raise
@@ -197,12 +228,35 @@ class HybridCacheController:
             self.counters.runs_failed += 1
             raise
         finally:
-            self._num_runs -= 1
+            self._runs.remove(run)
             self.claims.end(claims)
             for lease in leases:
-                lease.end_run(computed)
+                lease.end_run(chunks, computed=is_computed)
+            run.ended.set()
             self._calmed()
         return result
+
+    def _runs_ahead(self, chunks: Sequence[Chunk]) -> list[Run]:
+        """Runs that compute what these chunks build on.
+
+        A run starts only after them: there may be several threads, and a run that fails must not be
+        followed by one that reads what was never written.
+        """
+        builds_on = {chunk.lease for chunk in chunks if chunk.start > chunk.lease.computed}
+        return [run for run in self._runs if not builds_on.isdisjoint(run.leases)]
+
+    @staticmethod
+    def _check_still_follows(leases: Sequence[Lease], chunks: Sequence[Chunk]) -> None:
+        ends = {}
+        for lease in leases:
+            lease.check()
+            ends[lease.id] = lease.computed
+        for chunk in chunks:
+            if chunk.start > ends[chunk.lease_id]:
+                raise StaleError(
+                    f"{chunk!r} follows a run that came to nothing: ask for the next chunk"
+                )
+            ends[chunk.lease_id] = max(ends[chunk.lease_id], chunk.stop)
 
     @staticmethod
     def _check_chunks(leases: Sequence[Lease], chunks: Sequence[Chunk]) -> None:
@@ -293,7 +347,7 @@ class HybridCacheController:
     @property
     def busy(self) -> bool:
         """Whether anything is in flight: a run, a quarantine, background work."""
-        return bool(self._num_runs or self._ending or self._dropped or self._supervisor.num_running)
+        return bool(self._runs or self._ending or self._dropped or self._supervisor.num_running)
 
     def _calmed(self) -> None:
         """Something in flight has ended: let `drain` and the admission queue look again."""
@@ -330,8 +384,14 @@ class HybridCacheController:
             await self._quiet.wait()
 
     async def aclose(self, limit: float | None) -> list[Outstanding]:
-        """Stop admission, end all leases, wait for runs up to `limit` seconds; report what is
-        still quarantined."""
+        """Stop admission, end all leases, drop queued runs, wait for active ones up to `limit`
+        seconds; report what is still quarantined.
+
+        Raises:
+            ClosedError, WrongThreadError: not on the cache's loop.
+        """
+        if asyncio._get_running_loop() is not self.loop:
+            raise self._why_not()
         if not self.closed:
             self.closed = True
             self.admission.wake_all()
@@ -339,6 +399,9 @@ class HybridCacheController:
             for lease in self._open_leases():
                 lease.close()
             self._close_dropped()
+            for run in self._runs:
+                if run.job is not None:
+                    run.job.cancel()
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(limit):
@@ -387,7 +450,7 @@ class HybridCacheController:
         counters.background_failures = self._supervisor.num_failures
         num_leases = sum(lease.id not in self._ending for lease in leases)
         return CacheStats(
-            pools, self.tree.num_nodes, num_leases, len(self.admission), self._num_runs, counters
+            pools, self.tree.num_nodes, num_leases, len(self.admission), len(self._runs), counters
         )
 
     def check_integrity(self) -> None:

@@ -14,6 +14,8 @@ import queue
 import threading
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from tiered_cache.errors import ClosedError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
@@ -86,18 +88,31 @@ class DaemonExecutor(concurrent.futures.Executor):
                 thread.join()
 
 
-async def run_to_end(executor: concurrent.futures.Executor, fn: Callable[..., T], *args: Any) -> T:
-    """Run `fn(*args)` in `executor`; when this returns or raises, nobody runs it any more
-    (semantics §9.3).
+def submit(
+    executor: concurrent.futures.Executor, fn: Callable[..., T], *args: Any
+) -> concurrent.futures.Future[T]:
+    """Queue `fn(*args)`; what it raises will not pose as the event loop's own."""
+    return executor.submit(_guarded, fn, args)
 
-    Cancelled while queued, it ends at once and `fn` never runs. Cancelled while running, it waits
-    for the thread, however often it is cancelled meanwhile, then raises `CancelledError`.
+
+async def run_to_end(job: concurrent.futures.Future[T]) -> T:
+    """Await a submitted job; when this returns or raises, nobody runs it any more (semantics §9.3).
+
+    Cancelled while the job is queued, it ends at once and the job never runs. Cancelled while it is
+    running, it waits for the thread, however often it is cancelled meanwhile, then raises
+    `CancelledError`.
+
+    Raises:
+        ClosedError: somebody else cancelled the job while it was queued.
     """
-    job = executor.submit(_guarded, fn, args)
     waiter = asyncio.wrap_future(job)
     try:
         return await asyncio.shield(waiter)
     except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if waiter.cancelled() and task is not None and not task.cancelling():
+            # Nobody has cancelled the caller, so it must not look as if.
+            raise ClosedError("dropped before it began: its executor was shut down") from None
         if not job.cancel():
             await _settled(waiter)
         raise

@@ -18,6 +18,7 @@ import hashlib
 import sys
 from array import array
 from collections.abc import Iterable, Mapping, Set
+from operator import index
 from typing import Any, Final
 
 import numpy as np
@@ -180,8 +181,11 @@ class RadixKey:
 
 
 def check_token(token: int, position: int) -> None:
-    """Raise `ValueError` for a token id outside u32; `position` is where it was to go."""
-    if not 0 <= token <= MAX_TOKEN:
+    """Raise `ValueError` for a token id outside u32, `TypeError` for what is not an integer.
+
+    `position` is where it was to go.
+    """
+    if not 0 <= index(token) <= MAX_TOKEN:
         raise _outside_u32(token, position)
 
 

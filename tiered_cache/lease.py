@@ -47,10 +47,11 @@ class Chunk:
     thread.
     """
 
-    __slots__ = ("lease", "start", "stop", "tokens")
+    __slots__ = ("lease", "num_cuts", "start", "stop", "tokens")
 
     def __init__(self, lease: Lease, start: int, stop: int) -> None:
         self.lease = lease
+        self.num_cuts = lease.num_cuts  # truncations that it has not missed
         self.start = start
         self.stop = stop
         self.tokens: npt.NDArray[np.int64] = lease.key.span(start, stop)
@@ -96,6 +97,7 @@ class Lease:
         "_committed",
         "_computed",
         "_controller",
+        "_cuts",
         "_deferred",
         "_full_hit_length",
         "_num_runs",
@@ -104,7 +106,7 @@ class Lease:
         "_prompt_len",
         "_receipt",
         "_reused",
-        "_submitted",
+        "_running",
         "_table",
         "epoch",
         "granted_at",
@@ -131,8 +133,9 @@ class Lease:
         self._receipt: Receipt | None = None
         self._committed = 0
         self._computed = 0
-        self._submitted = 0  # end of the chunks in runs that are active or queued
+        self._running: list[Chunk] = []  # in runs that are active or queued
         self._num_runs = 0
+        self._cuts: list[int] = []  # lengths that it was truncated to
         self._deferred = 0  # commit up to here when the last run has ended
         self._reused = 0
         self._full_hit_length = 0
@@ -299,9 +302,10 @@ class Lease:
         and nothing counts as computed.
 
         Raises:
-            StaleError: a chunk from before somebody else's state was taken over; ask for the next
-                one.
-            ValueError: a chunk that leaves a gap.
+            StaleError: a chunk from before a truncation, or before somebody else's state was taken
+                over, or one that follows a run that came to nothing: ask for the next one.
+            ValueError: a chunk that leaves a gap. ClosedError: dropped while queued, because the
+                cache or the executor was shut down.
         """
         self.check()
         return await self._controller.run((self,), find_chunks(args), fn, args)
@@ -309,26 +313,29 @@ class Lease:
     def begin_run(self, chunks: Sequence[Chunk]) -> None:
         """The controller is about to submit a run over these chunks (of this and other leases)."""
         self._num_runs += 1
-        for chunk in chunks:
-            if chunk.lease is self:
-                self._submitted = max(self._submitted, chunk.stop)
+        self._running += [chunk for chunk in chunks if chunk.lease is self]
 
-    def end_run(self, chunks: Sequence[Chunk]) -> None:
-        """A run has really ended; `chunks` were computed."""
+    def end_run(self, chunks: Sequence[Chunk], *, computed: bool) -> None:
+        """A run over `chunks` has really ended; whether it has computed them."""
         self._num_runs -= 1
         for chunk in chunks:
-            if chunk.lease is self and chunk.start <= self._computed < chunk.stop:
-                self._controller.counters.tokens_computed += chunk.stop - self._computed
-                self._computed = chunk.stop
+            if chunk.lease is self:
+                self._running.remove(chunk)
+                if computed and chunk.start <= self._computed:
+                    self._count_computed(chunk.stop)
         if self._num_runs:
             return
-        self._submitted = 0
         if self._deferred and self.epoch == self._controller.epoch:
-            self._publish(self._deferred)
+            self._publish(min(self._deferred, self._computed))
         self._deferred = 0
         if self._closed:
             self._release()
             self._controller.ended(self)
+
+    def _count_computed(self, stop: int) -> None:
+        if stop > self._computed:
+            self._controller.counters.tokens_computed += stop - self._computed
+            self._computed = stop
 
     def check_chunk(self, chunk: Chunk, frontier: int) -> None:
         """Raise unless the chunk can be computed when everything up to `frontier` is."""
@@ -337,19 +344,19 @@ class Lease:
                 f"{chunk!r} is from before the lease took [0, {self._committed}) over: "
                 "ask for the next chunk"
             )
+        if chunk.num_cuts < len(self._cuts) and chunk.stop > min(self._cuts[chunk.num_cuts :]):
+            raise StaleError(f"{chunk!r} was truncated away: other tokens may stand there now")
         if chunk.start > frontier:
             raise ValueError(f"{chunk!r} leaves a gap: only [0, {frontier}) is computed")
-        if chunk.stop > len(self):
-            raise StaleError(f"{chunk!r} was truncated away: the lease has {len(self)} tokens")
 
     # --- publish ----------------------------------------------------------------------------------
 
     def commit(self, chunk: Chunk) -> int:
         """Publish the whole pages of `[0, chunk.stop)`: others may share them from now on.
 
-        The chunk counts as computed. Returns the depth from which the page table has changed
-        (somebody else published the same first; their pages count). While a run is active this is
-        deferred to its end.
+        The chunk counts as computed, unless a run over it is under way: then that run says.
+        Returns the depth from which the page table has changed (somebody else published the same
+        first; their pages count). While a run is active this is deferred to its end.
 
         Raises:
             StaleError, ValueError: as `run`.
@@ -358,9 +365,10 @@ class Lease:
         if chunk.lease is not self:
             raise ValueError(f"{chunk!r} is another lease's")
         if chunk.stop > self._computed:
-            self.check_chunk(chunk, self._computed)
-            self._controller.counters.tokens_computed += chunk.stop - self._computed
-            self._computed = chunk.stop
+            is_running = chunk in self._running
+            self.check_chunk(chunk, self.frontier if is_running else self._computed)
+            if not is_running:
+                self._count_computed(chunk.stop)
         if self._num_runs:
             self._deferred = max(self._deferred, chunk.stop)
             return self._committed
@@ -447,6 +455,7 @@ class Lease:
         if self._num_runs:
             raise ValueError("cannot truncate while a run is active: it may be writing there")
         self.key.truncate(length)
+        self._cuts.append(length)
         self._computed = min(self._computed, length)
         keep = -(-length // self._page_size)
         if keep < self._table.num_pages:
@@ -572,7 +581,14 @@ class Lease:
     @property
     def frontier(self) -> int:
         """Tokens that are computed, or that a run under way will have computed."""
-        return max(self._computed, self._submitted)
+        if not self._running:
+            return self._computed
+        return max(self._computed, *[chunk.stop for chunk in self._running])
+
+    @property
+    def num_cuts(self) -> int:
+        """How often it was truncated: chunks from before may name other tokens."""
+        return len(self._cuts)
 
     @property
     def committed(self) -> int:

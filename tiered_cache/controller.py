@@ -100,7 +100,11 @@ class HybridCacheController:
         self._process = os.getpid()
 
     async def start(self) -> None:
-        await self._supervisor.start()
+        try:
+            await self._supervisor.start()
+        except BaseException:
+            self.closed = True
+            raise
 
     def now(self) -> float:
         """Seconds on the loop's clock."""

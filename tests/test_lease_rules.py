@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.lease_helpers import P, Rig, cancelled, chunk_of, rig, seq, start, turns
+from tests.lease_helpers import P, Rig, cancelled, chunk_of, other_tasks, rig, seq, start, turns
 from tiered_cache import (
     AdmissionTimeout,
     CapacityError,
@@ -662,6 +662,22 @@ async def test_closing_ends_everything_within_its_limit_b98() -> None:
         await running
         lease.close()
         assert await soon(cache.aclose()) == []
+
+
+async def test_fifty_resets_under_load_leave_no_task_b98() -> None:
+    """Background work ends by itself, and requests that come later find a whole cache."""
+    async with rig(pages=24) as r:
+        before = other_tasks()
+        for _ in range(50):
+            requests = [start(r.serve(seq(name, 21))) for name in "ABCA"]
+            await turns(3)
+            r.cache.reset()
+            await asyncio.wait(requests)
+            assert {type(request.exception()) for request in requests} <= {StaleError, type(None)}
+            r.check()
+        await soon(r.cache.drain())
+        assert other_tasks() == before
+        assert threading.active_count() < 10
 
 
 async def test_a_lease_that_is_dropped_warns_and_is_cleaned_up() -> None:

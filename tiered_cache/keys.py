@@ -23,6 +23,7 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+from numpy import count_nonzero, frombuffer
 
 from tiered_cache.types import Namespace
 
@@ -205,7 +206,7 @@ def tokens_to_bytes(tokens: Any, position: int = 0) -> bytes:
     else:
         data = _sequence_to_bytes(tokens, position)
     if len(data) < SHORT_BYTES:
-        bad = np.count_nonzero(np.frombuffer(data, UINT32)[HIGH_HALVES])
+        bad = count_nonzero(frombuffer(data, UINT32)[HIGH_HALVES])
     else:
         bad = np.frombuffer(data, UINT64).max() > MAX_TOKEN  # a negative id reads as a huge one
     if bad:

@@ -185,7 +185,7 @@ MUTANTS: Final = [
         rule="§5.3",
         harm="the caller overwrites its table and with it the tree: wrong bytes",
         file=BASE,
-        old="return np.frombuffer(ids.tobytes(), INT32)",
+        old="return frombuffer(ids.tobytes(), INT32)",
         new="return ids",
         test="tests/tree/test_insert.py::test_the_tree_keeps_a_copy_of_the_ids",
     ),

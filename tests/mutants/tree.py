@@ -17,6 +17,12 @@ ALLOC: Final = "tiered_cache/pools/allocator.py"
 RESERVATION: Final = "tiered_cache/pools/reservation.py"
 KEYS: Final = "tiered_cache/keys.py"
 
+COMPARE: Final = (
+    "            edge, end = child.key, child.end\n"
+    "            if end > length or end - depth > PIECE_TOKENS or not data.startswith(edge, at):\n"
+)
+"""How a match and an insert compare an edge: the same words in both."""
+
 MUTANTS: Final = [
     Mutant(
         id="match-ignores-its-limit",
@@ -32,8 +38,8 @@ MUTANTS: Final = [
         rule="§3.1",
         harm="a page counts whose last tokens are another prompt's: wrong bytes",
         file=RADIX,
-        old="return (num_bytes - overlap) // self._page_bytes * self.page_size",
-        new="return (num_bytes - overlap) // TOKEN_BYTES",
+        old="return start + (shared - overlap) // self._page_bytes * self.page_size",
+        new="return start + (shared - overlap) // TOKEN_BYTES",
         test="tests/tree/test_match.py::test_one_differing_token_ends_the_match_at_its_page",
     ),
     Mutant(
@@ -41,8 +47,9 @@ MUTANTS: Final = [
         rule="§3.2",
         harm="another prompt's state below an equal first page: wrong bytes",
         file=RADIX,
-        old="if child.end <= length and data.startswith(edge, at):",
-        new="if child.end <= length:",
+        old=f"            path.append(child)\n{COMPARE}",
+        new="            path.append(child)\n            edge, end = child.key, child.end\n"
+        "            if end > length:\n",
         test="tests/tree/test_match.py::test_one_differing_token_ends_the_match_at_its_page",
     ),
     Mutant(
@@ -68,7 +75,7 @@ MUTANTS: Final = [
         rule="§3.6",
         harm="one hot session pushes out all other state",
         file=RADIX,
-        old="used = path if best_node.end == best_length else path[:-1]",
+        old="used = path if best.end == best_length else path[:-1]",
         new="used = path",
         test="tests/tree/test_match.py::test_a_probe_does_not_touch_a_partly_matched_node",
     ),
@@ -176,8 +183,9 @@ MUTANTS: Final = [
         rule="§5.2",
         harm="state is adopted under another prompt's tokens: wrong bytes",
         file=RADIX,
-        old="if child.end > length or not data.startswith(edge, at):",
-        new="if child.end > length:",
+        old=f"                break\n{COMPARE}",
+        new="                break\n            edge, end = child.key, child.end\n"
+        "            if end > length:\n",
         test="tests/tree/test_insert.py::test_an_insert_without_a_match_splits_where_the_tokens_differ",
     ),
     Mutant(

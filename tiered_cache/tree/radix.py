@@ -24,7 +24,7 @@ from tiered_cache.tree.components.base import (
     Eviction,
     Insertion,
     TreeComponent,
-    join,
+    join_each,
 )
 from tiered_cache.tree.leaves import LeafSets
 from tiered_cache.tree.locks import Receipt, ReceiptBook
@@ -48,8 +48,9 @@ if TYPE_CHECKING:
 
 DEVICE: Final = Tier.DEVICE  # looking an enum member up costs as much as a tree step
 
-PIECE_BYTES: Final = 1 << 15
-"""An edge that differs is searched for the place in pieces of this size."""
+PIECE_TOKENS: Final = 4096
+"""A longer edge is compared in pieces of this size (32 KiB): one that differs late is read once,
+not twice."""
 
 
 class RadixTree:
@@ -78,6 +79,8 @@ class RadixTree:
             raise ValueError("a tree needs at least one component, each with an id of its own")
         self.page_size = page_size
         self.components = tuple(components)
+        # One component has nobody to disagree with.
+        self._deepest = self._agree if len(components) > 1 else components[0].deepest_boundary
         self._upwards = self.components[::-1]
         self._cutting = [
             component
@@ -115,28 +118,32 @@ class RadixTree:
             ValueError: a negative limit.
         """
         key, limit = params.key, params.limit
-        length = (len(key.data) - key.overlap) // TOKEN_BYTES
+        data = key.data
+        length = (len(data) - key.overlap) // TOKEN_BYTES
         if limit is not None:
             if limit < 0:
                 raise ValueError(f"limit must not be negative, not {limit}")
             if limit < length:
                 length = limit
-        path, full_depth = self._walk(self.root, key, length - length % self.page_size)
-        device_path, device_length = self._agree(path, full_depth, True)
-        best_length = device_length
-        if device_length < full_depth:
-            path, best_length = self._agree(path, full_depth, False)
-        device_node = device_path[-1] if device_path else self.root
+        path, depth = self._walk(self.root, key, data, length - length % self.page_size)
         if not path:
-            return MatchResult(device_node, device_length, self.root, 0, full_depth, self)
+            return MatchResult(self.root, 0, self.root, 0, 0, self)
+        count, device, best = len(path), path[-1], path[-1]
+        device_length = best_length = depth
+        agreed = self._deepest(path, count, depth, True)
+        if agreed < count:
+            device, device_length = self._end(path, agreed)
+            agreed = self._deepest(path, count, depth, False)
+            if agreed < count:
+                best, best_length = self._end(path, agreed)
+                path = path[:agreed]
         # 3.6: the path to the best boundary is used; a node that matched in part only is left as it
         # is.
-        self._stamp += 1
-        best_node = path[-1]
-        used = path if best_node.end == best_length else path[:-1]
+        stamp = self._stamp = self._stamp + 1
+        used = path if best.end == best_length else path[:-1]
         for component in self.components:
-            component.touch(used, self._stamp)
-        return MatchResult(device_node, device_length, best_node, best_length, full_depth, self)
+            component.touch(used, stamp)
+        return MatchResult(device, device_length, best, best_length, depth, self)
 
     def match_deeper(self, receipt: Receipt, key: RadixKey, limit: int) -> Boundary | None:
         """The deepest device boundary of `key[:limit]` below a held one, or None: what others have
@@ -146,16 +153,18 @@ class RadixTree:
         """
         if not receipt.node.children:
             return None
-        path, depth = self._walk(receipt.node, key, limit - limit % self.page_size)
+        path, depth = self._walk(receipt.node, key, key.data, limit - limit % self.page_size)
         if not path:
             return None
-        path, depth = self._agree(self._path_to(receipt.node)[::-1] + path, depth, True)
-        return Boundary(path[-1], depth) if depth > receipt.depth else None
+        path = self._path_to(receipt.node)[::-1] + path
+        agreed = self._deepest(path, len(path), depth, True)
+        node, depth = (path[-1], depth) if agreed == len(path) else self._end(path, agreed)
+        return Boundary(node, depth) if depth > receipt.depth else None
 
-    def _walk(self, node: Node, key: RadixKey, length: int) -> tuple[list[Node], int]:
+    def _walk(self, node: Node, key: RadixKey, data: bytes, length: int) -> tuple[list[Node], int]:
         """The nodes below `node` that `key[:length]` passes, and the depth it reaches; the last may
-        match in part."""
-        data, overlap = key.data, key.overlap
+        match in part. `data`: the key's, which its holder has just read."""
+        overlap = key.overlap
         step = self._page_bytes + overlap
         path: list[Node] = []
         depth = node.end
@@ -169,28 +178,25 @@ class RadixTree:
             if base.value is None and base.host_value is None:
                 break  # dead: known to the tree, but only storage may have it
             path.append(child)
-            edge = child.key
-            if child.end <= length and data.startswith(edge, at):
-                depth = child.end
-                node = child
-                continue
-            shared = min(len(edge), (length - depth) * TOKEN_BYTES + overlap)
-            return path, depth + self._whole_pages(common_bytes(edge, data, at, shared), overlap)
+            edge, end = child.key, child.end
+            if end > length or end - depth > PIECE_TOKENS or not data.startswith(edge, at):
+                reached = self._common_depth(edge, data, depth, min(end, length), overlap)
+                if reached < end:
+                    return path, reached
+            node, depth = child, end
         return path, depth
 
-    def _whole_pages(self, num_bytes: int, overlap: int) -> int:
-        """Tokens of the whole pages among the first `num_bytes` of an edge."""
-        return (num_bytes - overlap) // self._page_bytes * self.page_size
+    def _common_depth(self, edge: bytes, data: bytes, start: int, stop: int, overlap: int) -> int:
+        """The page end ≤ `stop` up to which an edge that begins at `start` is what `data` has
+        there."""
+        shared = common_bytes(
+            edge, data, start * TOKEN_BYTES, (stop - start) * TOKEN_BYTES + overlap
+        )
+        return start + (shared - overlap) // self._page_bytes * self.page_size
 
-    def _agree(self, path: list[Node], depth: int, device_only: bool) -> tuple[list[Node], int]:
-        """`path` and `depth`, shortened to the deepest boundary that suits every component
-        (3.3)."""
-        count = len(path)
-        if len(self.components) == 1:  # nobody to disagree with: once is enough
-            agreed = self.components[0].deepest_boundary(path, count, depth, device_only)
-            if agreed == count:
-                return path, depth
-            return path[:agreed], path[agreed - 1].end if agreed else 0
+    def _agree(self, path: Sequence[Node], count: int, depth: int, device_only: bool) -> int:
+        """The largest n ≤ `count` such that every component lets a prefix end behind `path[:n]`
+        (3.3); `depth` is where `path[:count]` ends."""
         while count:
             agreed = count
             for component in self.components:
@@ -200,7 +206,12 @@ class RadixTree:
             if agreed == count:
                 break
             count = agreed
-        return (path if count == len(path) else path[:count]), depth
+        return count
+
+    def _end(self, path: Sequence[Node], count: int) -> tuple[Node, int]:
+        """The node and the depth at which `path[:count]` ends."""
+        node = path[count - 1] if count else self.root
+        return node, node.end
 
     # --- insert -----------------------------------------------------------------------------------
 
@@ -228,15 +239,15 @@ class RadixTree:
             child = node.children.get(page if depth else key.root_prefix + page)
             if child is None:
                 break
-            edge = child.key
-            if child.end > length or not data.startswith(edge, at):
-                shared = min(len(edge), (length - depth) * TOKEN_BYTES + overlap)
-                end = depth + self._whole_pages(common_bytes(edge, data, at, shared), overlap)
-                child = self._split_node(child, end)
-            if child.end > owned or child.data[BASE].value is None:
+            edge, end = child.key, child.end
+            if end > length or end - depth > PIECE_TOKENS or not data.startswith(edge, at):
+                reached = self._common_depth(edge, data, depth, min(end, length), overlap)
+                if reached < end:
+                    child, end = self._split_node(child, reached), reached
+            if end > owned or child.data[BASE].value is None:
                 for component in self.components:
                     component.update_component_on_insert_overlap(child, depth, insertion)
-            node, depth = child, child.end
+            node, depth = child, end
             path.append(node)
         if depth < owned and depth < length:
             raise stale_prefix(owned, depth)
@@ -251,9 +262,7 @@ class RadixTree:
             self._add_leaf(path, depth, length, insertion)
         for component in self.components:
             component.touch(path, self._stamp)
-        duplicates = self._nothing
-        if insertion.duplicates is not None:
-            duplicates = tuple(map(join, insertion.duplicates))
+        duplicates = join_each(insertion.duplicates) if insertion.duplicates else self._nothing
         node = path[-1] if path else self.root
         return InsertResult(node, length, prefix_len, insertion.first_changed, duplicates)
 
@@ -721,7 +730,7 @@ def common_bytes(edge: bytes, data: bytes, at: int, num_bytes: int) -> int:
     Pieces of 32 KiB by memcmp, then the differing piece by numpy.
     """
     view = memoryview(edge)
-    done, piece = 0, PIECE_BYTES
+    done, piece = 0, PIECE_TOKENS * TOKEN_BYTES
     while done < num_bytes:
         size = min(piece, num_bytes - done)
         if not data.startswith(view[done : done + size], at + done):

@@ -54,6 +54,13 @@ def join(parts: Sequence[PageIds]) -> PageIds:
     return frombuffer(b"".join(parts), INT32)  # type: ignore[arg-type]  # arrays are buffers
 
 
+def join_each(parts: Sequence[Sequence[PageIds]]) -> tuple[PageIds, ...]:
+    """`join` per component. One component is spelt out: half the time of a comprehension."""
+    if len(parts) == 1:
+        return (join(parts[0]),)
+    return tuple([join(ids) for ids in parts])
+
+
 class Sizes:
     """Pages that a component holds on one tier, by whether a lock keeps them."""
 
@@ -115,9 +122,7 @@ class Eviction:
         self.dropped_tokens = 0
 
     def result(self) -> EvictResult:
-        device = tuple([join(parts) for parts in self.device])
-        host = tuple([join(parts) for parts in self.host])
-        return EvictResult(device, host, self.dropped_tokens)
+        return EvictResult(join_each(self.device), join_each(self.host), self.dropped_tokens)
 
 
 class TreeComponent(ABC):

@@ -202,11 +202,8 @@ MUTANTS: Final = [
         rule="§5.3",
         harm="cached pages are in the free list",
         file=FULL,
-        old="            insertion.prefix_len = min(insertion.prefix_len, start)\n",
-        new=(
-            "            insertion.prefix_len = min(insertion.prefix_len, start)\n"
-            "            insertion.refuse(self, params.pages[0][start // page_size :], start)\n"
-        ),
+        old="            self._gain(node, DEVICE, own(ids))\n            return None",
+        new="            self._gain(node, DEVICE, own(ids))\n            return ids",
         test="tests/tree/test_host_values.py::test_b06_an_insert_revives_host_only_nodes",
     ),
     Mutant(
@@ -214,8 +211,8 @@ MUTANTS: Final = [
         rule="§5.4",
         harm="pages of the request's prefix are freed under the tree",
         file=FULL,
-        old="keep = params.prev_prefix_len - start",
-        new="keep = 0",
+        old="        if start < owned:\n            if node.end",
+        new="        if start < 0:\n            if node.end",
         test="tests/tree/test_insert.py::test_pages_owned_by_the_tree_are_neither_freed_nor_adopted",
     ),
     Mutant(
@@ -223,8 +220,8 @@ MUTANTS: Final = [
         rule="§5.4",
         harm="pages beyond what the tree owned before are never given back: a leak",
         file=FULL,
-        old="keep = params.prev_prefix_len - start",
-        new="keep = params.prev_prefix_len",
+        old="if node.end <= owned:",
+        new="if node.end >= owned:",
         test="tests/tree/test_insert.py::test_pages_owned_by_the_tree_are_neither_freed_nor_adopted",
     ),
     Mutant(
@@ -232,8 +229,8 @@ MUTANTS: Final = [
         rule="§5.4",
         harm="a page that the tree holds is given back as a duplicate: early free",
         file=FULL,
-        old="duplicates = duplicates[duplicates != value]",
-        new="duplicates = duplicates.copy()",
+        old="duplicates: PageIds = ids[ids != value]",
+        new="duplicates = ids.copy()",
         test="tests/tree/test_insert.py::test_the_very_page_that_is_there_is_no_duplicate",
     ),
     Mutant(
@@ -241,20 +238,17 @@ MUTANTS: Final = [
         rule="§5.4",
         harm="the caller's table turns canonical and then gives the tree's pages back: early free",
         file=FULL,
-        old="duplicates = duplicates[duplicates != value]",
-        new=(
-            "differ = duplicates != value\n"
-            "        duplicates = duplicates if differ.all() else duplicates[differ]"
-        ),
+        old="duplicates: PageIds = ids[ids != value]",
+        new="differ = ids != value\n        duplicates = ids if differ.all() else ids[differ]",
         test="tests/tree/test_insert.py::test_duplicates_are_a_copy_too",
     ),
     Mutant(
         id="insert-hides-what-has-changed",
         rule="§5.4",
         harm="the caller goes on with pages that it has given back: wrong bytes",
-        file=BASE,
-        old="if start < self.first_changed:",
-        new="if start > self.first_changed:",
+        file=FULL,
+        old="if start < result.first_changed:",
+        new="if start > result.first_changed:",
         test="tests/tree/test_insert.py::test_what_is_there_already_is_reported_as_duplicate",
     ),
     Mutant(

@@ -11,18 +11,18 @@ import pytest
 from tests.tree.helpers import seq
 from tiered_cache.errors import IntegrityError
 from tiered_cache.keys import RadixKey
-from tiered_cache.tree.components.base import (
-    NO_PAGES,
-    Eviction,
-    Insertion,
-    Sizes,
-    TreeComponent,
-    own,
-)
+from tiered_cache.tree.components.base import NO_PAGES, Eviction, Sizes, TreeComponent, own
 from tiered_cache.tree.components.full import FullComponent
 from tiered_cache.tree.node import Node
 from tiered_cache.tree.radix import RadixTree
-from tiered_cache.types import InsertParams, MatchPrefixParams, MatchResult, PageIds, Tier
+from tiered_cache.types import (
+    InsertParams,
+    InsertResult,
+    MatchPrefixParams,
+    MatchResult,
+    PageIds,
+    Tier,
+)
 
 
 class EndMarks(TreeComponent):
@@ -53,23 +53,26 @@ class EndMarks(TreeComponent):
         if path:
             path[-1].data[self.index].stamp = stamp
 
-    def _take(self, node: Node, insertion: Insertion) -> None:
-        page = insertion.params.pages[self.index][node.end // self.page_size - 1 :][:1]
+    def _take(self, node: Node, params: InsertParams, result: InsertResult) -> PageIds | None:
+        page = params.pages[self.index][node.end // self.page_size - 1 :][:1]
         if page[0] < 0:
-            return
+            return None
         if node.data[self.index].value is None:
             node.data[self.index].value = own(page)
             self.device.credit(1, node.data[self.index].lock_ref)
-        else:
-            insertion.refuse(self, page, node.end - self.page_size)
+            return None
+        result.first_changed = min(result.first_changed, node.end - self.page_size)
+        return page
 
     def update_component_on_insert_overlap(
-        self, node: Node, start: int, insertion: Insertion
-    ) -> None:
-        self._take(node, insertion)
+        self, node: Node, start: int, params: InsertParams, result: InsertResult
+    ) -> PageIds | None:
+        return self._take(node, params, result)
 
-    def commit_insert_component_data(self, leaf: Node, start: int, insertion: Insertion) -> None:
-        self._take(leaf, insertion)
+    def commit_insert_component_data(
+        self, leaf: Node, start: int, params: InsertParams, result: InsertResult
+    ) -> None:
+        assert self._take(leaf, params, result) is None
 
     def leaf_cuts(self, start: int, stop: int, params: InsertParams) -> Iterable[int]:
         return () if self.cut is None else (self.cut,)

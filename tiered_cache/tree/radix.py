@@ -22,8 +22,8 @@ from tiered_cache.tree.components.base import (
     INT32,
     NO_PAGES,
     Eviction,
-    Insertion,
     TreeComponent,
+    empty_lists,
     join_each,
 )
 from tiered_cache.tree.leaves import LeafSets
@@ -229,7 +229,8 @@ class RadixTree:
         data, overlap, page_size = key.data, key.overlap, self.page_size
         num_pages = self._num_insert_pages(params, (len(data) - overlap) // TOKEN_BYTES)
         length = num_pages * page_size
-        insertion = Insertion(params, length)
+        result = InsertResult(self.root, length, length, length, self._nothing)
+        refused: list[list[PageIds]] | None = None
         path: list[Node] = []
         node, depth = self.root, 0
         step, priority = self._page_bytes + overlap, params.priority
@@ -246,7 +247,11 @@ class RadixTree:
                     child, end = self._split_node(child, reached), reached
             if end > owned or child.data[BASE].value is None:
                 for component in self.components:
-                    component.update_component_on_insert_overlap(child, depth, insertion)
+                    ids = component.update_component_on_insert_overlap(child, depth, params, result)
+                    if ids is not None:
+                        if refused is None:
+                            refused = empty_lists(len(self.components))
+                        refused[component.index].append(ids)
             node, depth = child, end
             path.append(node)
         if depth < owned and depth < length:
@@ -256,22 +261,26 @@ class RadixTree:
                 node.hit_count += 1  # 5.8: once per request and node
             if priority > node.priority:
                 node.priority = priority
-        prefix_len = min(insertion.prefix_len, depth)
         self._stamp += 1
         if depth < length:
-            self._add_leaf(path, depth, length, insertion)
+            if depth < result.prefix_len:
+                result.prefix_len = depth
+            self._add_leaf(path, depth, length, params, result)
         for component in self.components:
             component.touch(path, self._stamp)
-        duplicates = join_each(insertion.duplicates) if insertion.duplicates else self._nothing
-        node = path[-1] if path else self.root
-        return InsertResult(node, length, prefix_len, insertion.first_changed, duplicates)
+        if path:
+            result.node = path[-1]
+        if refused is not None:
+            result.duplicates = join_each(refused)
+        return result
 
     def _num_insert_pages(self, params: InsertParams, units: int) -> int:
         """Whole pages to insert, of a key of that many units."""
         length, page_size, owned = params.length, self.page_size, params.prev_prefix_len
+        units = units if units > 0 else 0  # no pair in a single token
         if length is None:
-            length = max(0, units)
-        elif not 0 <= length <= max(0, units):
+            length = units
+        elif not 0 <= length <= units:
             raise ValueError(f"cannot insert {length} tokens of a key of {units}")
         num_pages = length // page_size
         if len(params.pages) != len(self.components):
@@ -286,11 +295,12 @@ class RadixTree:
             raise ValueError(f"prev_prefix_len {owned} is not whole pages of {page_size}")
         return num_pages
 
-    def _add_leaf(self, path: list[Node], start: int, stop: int, insertion: Insertion) -> None:
+    def _add_leaf(
+        self, path: list[Node], start: int, stop: int, params: InsertParams, result: InsertResult
+    ) -> None:
         """Hang `[start, stop)` below `path`, cut where a component or the prompt's end wants a
         boundary."""
-        params, parent = insertion.params, path[-1] if path else self.root
-        key = params.key
+        key, parent = params.key, path[-1] if path else self.root
         data, overlap, step = key.data, key.overlap, self._page_bytes + key.overlap
         ends: tuple[int, ...] = (stop,)
         if params.prompt_len is not None or self._cutting:
@@ -307,7 +317,7 @@ class RadixTree:
             parent.children[child_key] = leaf
             self.num_nodes += 1
             for component in self.components:
-                component.commit_insert_component_data(leaf, start, insertion)
+                component.commit_insert_component_data(leaf, start, params, result)
             path.append(leaf)
             parent, start = leaf, end
 

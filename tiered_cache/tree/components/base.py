@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tiered_cache.tree.leaves import LeafSets
     from tiered_cache.tree.node import Node
     from tiered_cache.tree.radix import RadixTree
-    from tiered_cache.types import InsertParams
+    from tiered_cache.types import InsertParams, InsertResult
 
 INT32: Final = np.dtype(np.int32)
 
@@ -51,11 +51,18 @@ def join(parts: Sequence[PageIds]) -> PageIds:
     `np.concatenate`."""
     if len(parts) == 1:
         return parts[0]
+    if not parts:
+        return NO_PAGES
     return frombuffer(b"".join(parts), INT32)  # type: ignore[arg-type]  # arrays are buffers
 
 
+def empty_lists(count: int) -> list[list[PageIds]]:
+    """A list per component. One is spelt out, here and below: half the time of a comprehension."""
+    return [[]] if count == 1 else [[] for _ in range(count)]
+
+
 def join_each(parts: Sequence[Sequence[PageIds]]) -> tuple[PageIds, ...]:
-    """`join` per component. One component is spelt out: half the time of a comprehension."""
+    """`join` per component."""
     if len(parts) == 1:
         return (join(parts[0]),)
     return tuple([join(ids) for ids in parts])
@@ -83,31 +90,6 @@ class Sizes:
         self.protected += num_pages
 
 
-class Insertion:
-    """What one insert has found so far; the components write here.
-
-    `prefix_len` is lowered to the start of what was not on the device, `first_changed` to that of
-    what was there twice.
-    """
-
-    __slots__ = ("duplicates", "first_changed", "params", "prefix_len")
-
-    def __init__(self, params: InsertParams, length: int) -> None:
-        self.params = params
-        self.prefix_len = length
-        self.first_changed = length
-        self.duplicates: list[list[PageIds]] | None = None
-
-    def refuse(self, component: TreeComponent, ids: PageIds, start: int) -> None:
-        """The tree has a component's pages from depth `start` on already: `ids` are the caller's to
-        give back."""
-        if self.duplicates is None:
-            self.duplicates = [[] for _ in self.params.pages]
-        self.duplicates[component.index].append(ids)
-        if start < self.first_changed:
-            self.first_changed = start
-
-
 class Eviction:
     """What one eviction has given up so far: per component the ids, and how many on the tier that
     is asked."""
@@ -116,8 +98,8 @@ class Eviction:
 
     def __init__(self, tier: Tier, num_components: int) -> None:
         self.tier = tier
-        self.device: list[list[PageIds]] = [[] for _ in range(num_components)]
-        self.host: list[list[PageIds]] = [[] for _ in range(num_components)]
+        self.device = empty_lists(num_components)
+        self.host = empty_lists(num_components)
         self.counts = [0] * num_components
         self.dropped_tokens = 0
 
@@ -178,13 +160,19 @@ class TreeComponent(ABC):
 
     @abstractmethod
     def update_component_on_insert_overlap(
-        self, node: Node, start: int, insertion: Insertion
-    ) -> None:
-        """An insert passes over `node`, which begins at `start`: adopt, or report duplicates
-        (semantics §5.3–5)."""
+        self, node: Node, start: int, params: InsertParams, result: InsertResult
+    ) -> PageIds | None:
+        """An insert passes over `node`, which begins at `start`: adopt, or return the caller's ids
+        that are there twice (semantics §5.3–5).
+
+        Lowers `result.prefix_len` to the start of what was not on the device, and
+        `result.first_changed` to that of what was there twice.
+        """
 
     @abstractmethod
-    def commit_insert_component_data(self, leaf: Node, start: int, insertion: Insertion) -> None:
+    def commit_insert_component_data(
+        self, leaf: Node, start: int, params: InsertParams, result: InsertResult
+    ) -> None:
         """An insert has made `leaf`, which begins at `start`: take what belongs there (semantics
         §5.6–7)."""
 

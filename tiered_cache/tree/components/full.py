@@ -13,7 +13,6 @@ from tiered_cache.observe import EventKind
 from tiered_cache.tree.components.base import (
     NO_PAGES,
     Eviction,
-    Insertion,
     TreeComponent,
     join,
     own,
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
 
     from tiered_cache.tree.node import Node
     from tiered_cache.tree.radix import RadixTree
+    from tiered_cache.types import InsertParams, InsertResult
 
 
 DEVICE: Final = Tier.DEVICE  # looking an enum member up costs as much as a tree step
@@ -70,39 +70,40 @@ class FullComponent(TreeComponent):
     # --- insert -----------------------------------------------------------------------------------
 
     def update_component_on_insert_overlap(
-        self, node: Node, start: int, insertion: Insertion
-    ) -> None:
-        page_size, params = self.page_size, insertion.params
+        self, node: Node, start: int, params: InsertParams, result: InsertResult
+    ) -> PageIds | None:
+        page_size, owned = self.page_size, params.prev_prefix_len
         value = node.data[self.index].value
         if value is None:
-            if start < params.prev_prefix_len:
-                raise stale_prefix(params.prev_prefix_len, start)
-            insertion.prefix_len = min(insertion.prefix_len, start)
-            self._gain(
-                node,
-                DEVICE,
-                own(params.pages[self.index][start // page_size : node.end // page_size]),
-            )
-            return
-        keep = params.prev_prefix_len - start
-        if keep >= node.end - start:
-            return
-        if keep > 0:
-            start += keep
-            value = value[keep // page_size :]
-        duplicates = params.pages[self.index][start // page_size : node.end // page_size]
+            if start < owned:
+                raise stale_prefix(owned, start)
+            result.prefix_len = min(result.prefix_len, start)
+            ids = params.pages[self.index][start // page_size : node.end // page_size]
+            self._gain(node, DEVICE, own(ids))
+            return None
+        if start < owned:
+            if node.end <= owned:
+                return None
+            value = value[(owned - start) // page_size :]
+            start = owned
+        ids = params.pages[self.index][start // page_size : node.end // page_size]
         # The very page that is there is nobody's duplicate; and a copy, for the caller's table is
         # about to be overwritten with the canonical ids.
-        duplicates = duplicates[duplicates != value]
-        if len(duplicates):
-            insertion.refuse(self, duplicates, start)
+        duplicates: PageIds = ids[ids != value]
+        if not len(duplicates):
+            return None
+        if start < result.first_changed:
+            result.first_changed = start
+        return duplicates
 
-    def commit_insert_component_data(self, leaf: Node, start: int, insertion: Insertion) -> None:
+    def commit_insert_component_data(
+        self, leaf: Node, start: int, params: InsertParams, result: InsertResult
+    ) -> None:
         # `_gain`, for a node of which all is known: no lock, no child, on no other tier. Every
         # request does this once, so it is spelt out.
         size, index, leaves, parent = self.page_size, self.index, self.leaves, leaf.parent
         assert parent is not None, "a leaf hangs somewhere"
-        ids = own(insertion.params.pages[index][start // size : leaf.end // size])
+        ids = own(params.pages[index][start // size : leaf.end // size])
         data, above = leaf.data[index], parent.data[index]
         data.value = ids
         data.queue = leaves.device

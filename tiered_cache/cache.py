@@ -130,13 +130,14 @@ class UnifiedRadixCache:
             ValueError: not one token per lease, a lease twice, or not a token id; nothing changes.
         """
         self._controller.check()
-        if len(leases) != len(tokens) or len({lease.id for lease in leases}) != len(leases):
+        if len(leases) != len(tokens) or len(set(leases)) != len(leases):
             raise ValueError(
                 f"extend takes one token for each of distinct leases: "
                 f"{len(leases)} leases, {len(tokens)} tokens"
             )
         for lease, token in zip(leases, tokens, strict=True):
             lease.check()
+            lease.check_is_of(self._controller)
             check_token(token, len(lease))
         victims = self._victims(leases)
         if not victims:

@@ -254,22 +254,24 @@ class HybridCacheController:
         ends = {}
         for lease in leases:
             lease.check()
-            ends[lease.id] = lease.computed
+            ends[lease] = lease.computed
         for chunk in chunks:
-            if chunk.start > ends[chunk.lease_id]:
+            if chunk.start > ends[chunk.lease]:
                 raise StaleError(
                     f"{chunk!r} follows a run that came to nothing: ask for the next chunk"
                 )
-            ends[chunk.lease_id] = max(ends[chunk.lease_id], chunk.stop)
+            ends[chunk.lease] = max(ends[chunk.lease], chunk.stop)
 
-    @staticmethod
-    def _check_chunks(leases: Sequence[Lease], chunks: Sequence[Chunk]) -> None:
-        ends = {lease.id: lease.frontier for lease in leases}
+    def _check_chunks(self, leases: Sequence[Lease], chunks: Sequence[Chunk]) -> None:
+        ends = {}  # by lease, not by its id: that is unique within its cache only
+        for lease in leases:
+            lease.check_is_of(self)
+            ends[lease] = lease.frontier
         for chunk in chunks:
-            if chunk.lease_id not in ends:
+            if chunk.lease not in ends:
                 raise ValueError(f"{chunk!r} is not of a lease that runs")
-            chunk.lease.check_chunk(chunk, ends[chunk.lease_id])
-            ends[chunk.lease_id] = max(ends[chunk.lease_id], chunk.stop)
+            chunk.lease.check_chunk(chunk, ends[chunk.lease])
+            ends[chunk.lease] = max(ends[chunk.lease], chunk.stop)
 
     # --- what leases report -----------------------------------------------------------------------
 

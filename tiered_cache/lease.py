@@ -148,10 +148,11 @@ class Lease:
         """Wait for admission, then hold the longest prefix that is on the device.
 
         Raises:
-            AdmissionTimeout: not admitted in time. CapacityError: never will be. Nothing is held in
-                either case.
+            AdmissionTimeout: not admitted in time. CapacityError: never will be. ClosedError: the
+                cache was closed meanwhile. Nothing is held in any case.
         """
         controller = self._controller
+        controller.check()
         controller.check_fits(self._admitted_pages, self._admitted_len)
         if not controller.admission.admit_now(self._try_grant):
             await controller.admission.admit(self._try_grant, timeout, controller.check)
@@ -661,6 +662,12 @@ class Lease:
         if self.epoch != controller.epoch:
             raise StaleError(f"{self!r} is from before a reset(): lease its tokens again")
 
+    def check_is_of(self, controller: HybridCacheController) -> None:
+        """Raise `ValueError` for a lease of another cache, which would not know who uses its
+        pages."""
+        if self._controller is not controller:
+            raise ValueError(f"{self!r} is of another cache: run and extend it there")
+
     def __del__(self) -> None:
         if not self._closed:
             self._controller.dropped(self)
@@ -672,15 +679,17 @@ class Lease:
 class LeaseContext:
     """`async with cache.lease(…) as lease`."""
 
-    __slots__ = ("_lease", "_timeout")
+    __slots__ = ("_entered", "_lease", "_timeout")
 
     def __init__(self, lease: Lease, timeout: float | None) -> None:
         self._lease = lease
         self._timeout = timeout
+        self._entered = False
 
     async def __aenter__(self) -> Lease:
-        if self._lease.epoch >= 0:
+        if self._entered:  # also while it still waits: granted twice, it would hold two prefixes
             raise ClosedError("this lease was entered before: ask the cache for a new one")
+        self._entered = True
         await self._lease.grant(self._timeout)
         return self._lease
 

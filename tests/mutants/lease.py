@@ -44,7 +44,7 @@ MUTANTS: Final = [
         rule="§11.1",
         harm="it reads what was never written, and its result is returned: wrong bytes",
         file=CONTROLLER,
-        old="            if chunk.start > ends[chunk.lease_id]:\n                raise StaleError(",
+        old="            if chunk.start > ends[chunk.lease]:\n                raise StaleError(",
         new="            if False:\n                raise StaleError(",
         test=TESTS + "test_a_run_that_builds_on_one_that_came_to_nothing_does_not_start",
     ),

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tiered_cache.build import build
 from tiered_cache.controller import HybridCacheController
+from tiered_cache.errors import ClosedError
 from tiered_cache.jobs import DaemonExecutor
 from tiered_cache.keys import RadixKey, check_token
 from tiered_cache.lease import Lease, LeaseContext, find_chunks
-from tiered_cache.types import MatchPrefixParams
+from tiered_cache.types import MatchPrefixParams, seconds, whole_number
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -99,10 +100,10 @@ class UnifiedRadixCache:
             raise ValueError(
                 "a lease needs at least one token: there is nothing to compute for an empty prompt"
             )
+        priority, reserve = whole_number("priority", priority), whole_number("reserve", reserve)
         if reserve < 0:
             raise ValueError(f"reserve must not be negative, not {reserve}")
-        if timeout is not None and not timeout >= 0:
-            raise ValueError(f"timeout must be seconds >= 0 or None, not {timeout}")
+        timeout = seconds("timeout", timeout)
         return LeaseContext(
             Lease(self._controller, key, priority=priority, reserve=reserve), timeout
         )
@@ -115,6 +116,7 @@ class UnifiedRadixCache:
     async def run(self, leases: Sequence[Lease], fn: Callable[..., T], *args: Any) -> T:
         """One scheduler step of a batch: as `Lease.run`, over chunks of several leases among
         `args`."""
+        self._controller.check()
         for lease in leases:
             lease.check()
         return await self._controller.run(tuple(leases), find_chunks(args), fn, args)
@@ -300,6 +302,8 @@ class Opening:
         return UnifiedRadixCache(parts, controller)
 
     async def __aenter__(self) -> UnifiedRadixCache:
+        if self._cache is not None:
+            raise ClosedError("this was entered before: call open again for another cache")
         self._cache = await self._open()
         return self._cache
 

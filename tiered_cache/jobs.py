@@ -25,6 +25,16 @@ T = TypeVar("T")
 
 STOP: Final = None
 
+NOT_ACROSS_THREADS: Final = (
+    asyncio.CancelledError,
+    concurrent.futures.CancelledError,
+    StopIteration,
+    GeneratorExit,
+    KeyboardInterrupt,
+    SystemExit,
+)
+"""What means something of its own to an event loop, up to ending it."""
+
 
 class DaemonExecutor(concurrent.futures.Executor):
     """A bounded pool of daemon threads, first in first out.
@@ -132,7 +142,7 @@ def _guarded(fn: Callable[..., T], args: tuple[Any, ...]) -> T:
     """Keep exceptions that mean something to the event loop from posing as its own."""
     try:
         return fn(*args)
-    except (asyncio.CancelledError, concurrent.futures.CancelledError, StopIteration) as error:
+    except NOT_ACROSS_THREADS as error:
         raise RuntimeError(
             f"{getattr(fn, '__qualname__', fn)!s} raised {type(error).__name__} in its thread"
         ) from error

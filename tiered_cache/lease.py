@@ -25,7 +25,7 @@ import torch
 from tiered_cache.errors import ClosedError, StaleError
 from tiered_cache.keys import check_token
 from tiered_cache.page_table import PageTable
-from tiered_cache.types import Boundary, Hits, InsertParams, MatchPrefixParams
+from tiered_cache.types import Boundary, Hits, InsertParams, MatchPrefixParams, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -139,8 +139,8 @@ class Lease:
         self._deferred = 0  # commit up to here when the last run has ended
         self._reused = 0
         self._full_hit_length = 0
-        num_components = len(controller.tree.components)
-        self._table = PageTable(num_components, self._page_size, self._admitted_pages)
+        # Not before admission has looked: a reserve that can never fit must not cost its memory.
+        self._table = PageTable(len(controller.tree.components), self._page_size, 0)
 
     # --- grant ------------------------------------------------------------------------------------
 
@@ -154,6 +154,7 @@ class Lease:
         controller = self._controller
         controller.check()
         controller.check_fits(self._admitted_pages, self._admitted_len)
+        self._table.make_room(self._admitted_pages)
         if not controller.admission.admit_now(self._try_grant):
             await controller.admission.admit(self._try_grant, timeout, controller.check)
 
@@ -223,6 +224,8 @@ class Lease:
         Raises:
             ValueError: `max_tokens` is less than 1. CapacityError: no room beyond the reserve.
         """
+        if type(max_tokens) is not int:
+            max_tokens = whole_number("max_tokens", max_tokens)
         if max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
         controller = self._controller
@@ -274,6 +277,7 @@ class Lease:
             ValueError: fewer tokens are left. CapacityError: no room beyond the reserve.
         """
         self.check()
+        num_tokens = whole_number("num_tokens", num_tokens)
         start = self.frontier
         if not 1 <= num_tokens <= len(self) - start:
             raise ValueError(
@@ -448,6 +452,7 @@ class Lease:
                 active.
         """
         self.check()
+        length = whole_number("length", length)
         if not self._committed <= length <= len(self) or length < 1:
             raise ValueError(
                 f"cannot truncate to {length}: "
@@ -476,6 +481,7 @@ class Lease:
 
     def page_tables(self, stop: int) -> dict[str, PageIds]:
         """The page tables of `[0, stop)`."""
+        self._check_holds_pages()
         num_pages = -(-stop // self._page_size)
         return {
             str(component.id): self._table.view(component.index, num_pages)
@@ -495,6 +501,7 @@ class Lease:
         Raises:
             ValueError: tokens whose pages are not taken. KeyError: no such component.
         """
+        self._check_holds_pages()
         stop = len(self) if stop is None else stop
         return self._table.slots(self._component_index(component), start, stop)
 
@@ -504,6 +511,11 @@ class Lease:
         return torch.from_numpy(
             self.slots(str(self._controller.tree.components[0].id), 0, self._computed)
         )
+
+    def _check_holds_pages(self) -> None:
+        """Closed, it still holds what a run touches; after that its ids are somebody else's."""
+        if self._closed and not self._num_runs:
+            raise ClosedError(f"{self!r} is closed: its pages are not its own any more")
 
     def _component_index(self, component: str) -> int:
         for index, known in enumerate(self._controller.tree.components):
@@ -559,7 +571,7 @@ class Lease:
             if not np.array_equal(theirs, ours[: len(theirs)]):
                 faults.append(f"{self!r} does not use the tree's pages of what it has committed")
         taken = self._table.num_pages * self._page_size
-        if not 0 <= self._committed <= self._computed <= taken:
+        if not 0 <= self._committed <= self._computed <= min(taken, len(self)):
             faults.append(f"{self!r} is out of order: pages are taken up to {taken}")
         return faults
 

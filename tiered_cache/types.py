@@ -10,9 +10,12 @@ and freezing costs as much as a tree step (design §9). Treat them as values.
 
 from __future__ import annotations
 
+import math
+import sys
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple, NewType
+from operator import index
+from typing import TYPE_CHECKING, Any, NamedTuple, NewType
 
 import numpy as np
 import numpy.typing as npt
@@ -204,3 +207,30 @@ class Outstanding:
     owner: str
     age_s: float
     pages: dict[str, int] = field(default_factory=dict)
+
+
+def whole_number(name: str, value: Any) -> int:
+    """An argument as a plain int; numpy's integers wrap around, and fractions spread.
+
+    Raises:
+        TypeError: naming the argument.
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be a whole number, not {type(value).__name__}")
+    return index(value)
+
+
+def seconds(name: str, value: Any) -> float | None:
+    """A time limit as an argument; None is no limit.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be seconds or None, not {type(value).__name__}")
+    limit = math.inf if value > sys.float_info.max else float(value)
+    if not limit >= 0:
+        raise ValueError(f"{name} must be seconds >= 0 or None, not {value}")
+    return limit

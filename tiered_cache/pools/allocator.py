@@ -33,6 +33,7 @@ class PageAllocator:
         self.capacity = capacity
         self._stack = np.empty(capacity, dtype=np.int32)
         self._is_free = np.ones(capacity, dtype=bool) if check else None
+        self._num_free = capacity
         self.reset()
 
     @property
@@ -45,8 +46,9 @@ class PageAllocator:
             raise ValueError(f"cannot allocate {num_pages} pages")
         if num_pages > self._num_free:
             return None
-        self._num_free -= num_pages
-        ids = self._stack[self._num_free : self._num_free + num_pages][::-1].copy()
+        rest: int = self._num_free - num_pages
+        ids = self._stack[rest : self._num_free][::-1].copy()
+        self._num_free = rest
         if self._is_free is not None:
             self._is_free[ids] = False
         return ids

@@ -5,6 +5,7 @@ Tells the story and delegates: the tree decides, the controller sequences, lease
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tiered_cache.build import build
@@ -152,18 +153,20 @@ class UnifiedRadixCache:
         youngest_first = sorted(
             growing, key=lambda lease: (lease.granted_at, lease.id), reverse=True
         )
+        wanted = [lease.pages_beyond_promise(len(lease) + 1) for lease in youngest_first]
         accounts, tree = self._controller.accounts, self._controller.tree
-        for count in range(len(youngest_first) + 1):
-            victims, staying = youngest_first[:count], youngest_first[count:]
-            wanted = sum(lease.pages_beyond_promise(len(lease) + 1) for lease in staying)
+
+        def is_enough(count: int) -> bool:
+            victims = youngest_first[:count]
             private = sum(lease.num_private_pages + lease.unspent for lease in victims)
             freed = tree.would_release([lease.receipt for lease in victims if lease.receipt])
-            if all(
-                wanted <= accounts.spare(index) + freed[index] + private
+            return all(
+                sum(wanted[count:]) <= accounts.spare(index) + freed[index] + private
                 for index in range(len(freed))
-            ):
-                return victims
-        return youngest_first
+            )
+
+        # Each further victim frees more and wants nothing: what is enough stays enough.
+        return youngest_first[: bisect_left(range(len(wanted) + 1), True, key=is_enough)]
 
     def explain(
         self, tokens: Any, *, extra_key: str | None = None, cache_salt: str | None = None

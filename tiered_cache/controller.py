@@ -46,6 +46,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+SWEEP_NODES: Final = 1000
+"""Nodes taken apart between two turns of the loop after a reset (1 ms)."""
+
+
 class Run:
     """A run under way: waiting for the one before it, queued, or active."""
 
@@ -55,10 +59,6 @@ class Run:
         self.leases = leases
         self.ended = asyncio.Event()
         self.job: concurrent.futures.Future[Any] | None = None
-
-
-SWEEP_NODES: Final = 1000
-"""Nodes taken apart between two turns of the loop after a reset (1 ms)."""
 
 
 class HybridCacheController:
@@ -131,11 +131,8 @@ class HybridCacheController:
         """
         if asyncio._get_running_loop() is self.loop:
             return True
-        if os.getpid() != self._process:
-            return False
-        if threading.get_ident() != self._thread:
-            raise self._why_not()
-        return True
+        self.check_thread()
+        return os.getpid() == self._process
 
     def check_thread(self) -> None:
         """Raise `WrongThreadError` from another thread than the cache's, also after its end."""

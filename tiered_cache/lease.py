@@ -139,8 +139,8 @@ class Lease:
         self._deferred = 0  # commit up to here when the last run has ended
         self._reused = 0
         self._full_hit_length = 0
-        # Not before admission has looked: a reserve that can never fit must not cost its memory.
-        self._table = PageTable(len(controller.tree.components), self._page_size, 0)
+        # Without entries until admission has looked: a reserve that can never fit costs no memory.
+        self._table = PageTable(len(controller.tree.components), self._page_size)
 
     # --- grant ------------------------------------------------------------------------------------
 
@@ -374,24 +374,25 @@ class Lease:
             self.check_chunk(chunk, self.frontier if is_running else self._computed)
             if not is_running:
                 self._count_computed(chunk.stop)
-        if self._num_runs:
-            self._deferred = max(self._deferred, chunk.stop)
-            return self._committed
-        return self._publish(chunk.stop)
+        return self._publish_when_quiet(chunk.stop)
 
     def finish(self) -> int:
         """Publish the whole pages of all that is computed, with a boundary at the prompt's end
         (semantics §5.9)."""
         self.check()
-        if self._num_runs:
-            self._deferred = max(self._deferred, self._computed)
-            return self._committed
-        return self._publish(self._computed)
+        return self._publish_when_quiet(self._computed)
 
     def suspend(self) -> None:
         """Publish what is computed and let go: lease the same tokens again to resume."""
         self.finish()
         self.close()
+
+    def _publish_when_quiet(self, stop: int) -> int:
+        """Now, or when the last run has ended: the table must not change under a running model."""
+        if self._num_runs:
+            self._deferred = max(self._deferred, stop)
+            return self._committed
+        return self._publish(stop)
 
     def _publish(self, stop: int) -> int:
         controller, tree, receipt = self._controller, self._controller.tree, self._receipt
@@ -667,6 +668,7 @@ class Lease:
             ClosedError, StaleError (a `reset()` came between), WrongThreadError.
         """
         controller = self._controller
+        # The first line of `controller.check`, spelt out: every call of a lease comes by here.
         if asyncio._get_running_loop() is not controller.loop or controller.closed:
             controller.check()
         if self._closed:

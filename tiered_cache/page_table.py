@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from tiered_cache.types import NO_PAGE
+from tiered_cache.types import NO_PAGE, PageIds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy.typing as npt
 
-    from tiered_cache.types import PageIds
 
 INT32: Final = np.dtype(np.int32)
+
+NO_ENTRIES: Final[PageIds] = np.empty(0, INT32)
+"""What a table starts with; it is replaced, never written to."""
 
 
 class PageTable:
@@ -31,11 +33,9 @@ class PageTable:
 
     __slots__ = ("_page_size", "ids", "num_pages", "version")
 
-    def __init__(self, num_components: int, page_size: int, capacity: int) -> None:
+    def __init__(self, num_components: int, page_size: int) -> None:
         self._page_size = page_size
-        self.ids = [np.empty(capacity, INT32) for _ in range(num_components)]
-        for ids in self.ids:
-            ids.fill(NO_PAGE)  # a third of the time of `np.full`
+        self.ids = [NO_ENTRIES] * num_components
         self.num_pages = 0
         self.version = 0
 
@@ -62,8 +62,9 @@ class PageTable:
         """Have entries for that many pages (amortised)."""
         for index, ids in enumerate(self.ids):
             if num_pages > len(ids):
-                longer = np.full(max(num_pages, len(ids) * 3 // 2), NO_PAGE, INT32)
+                longer = np.empty(max(num_pages, len(ids) * 3 // 2), INT32)
                 longer[: len(ids)] = ids
+                longer[len(ids) :] = NO_PAGE  # every lease comes here: a third of `np.full`
                 self.ids[index] = longer
 
     def view(self, index: int, num_pages: int) -> PageIds:

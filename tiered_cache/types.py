@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 PageIds = npt.NDArray[np.int32]
 ComponentId = NewType("ComponentId", str)
-ComponentIndex = NewType("ComponentIndex", int)
 
 NO_PAGE = -1
 """Entry of a page table, or of an insert, where a component has no page."""

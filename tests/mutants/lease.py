@@ -125,7 +125,8 @@ MUTANTS: Final = [
         rule="§12.4",
         harm="a tree is changed in the middle of a change",
         file=CONTROLLER,
-        old="        if threading.get_ident() != self._thread:\n            raise self._why_not()",
+        old="        if threading.get_ident() != self._thread and os.getpid() == self._process:\n"
+        "            raise self._why_not()",
         new="",
         test="tests/test_cache.py::test_nothing_answers_in_another_thread",
     ),

@@ -75,9 +75,9 @@ MUTANTS: Final = [
         rule="§11.1",
         harm="the table changes under a running model: it writes into shared pages",
         file=LEASE,
-        old="            self._deferred = max(self._deferred, chunk.stop)\n"
+        old="            self._deferred = max(self._deferred, stop)\n"
         "            return self._committed",
-        new="            return self._publish(chunk.stop)",
+        new="            return self._publish(stop)",
         test=RULES + "test_a_commit_during_a_run_takes_effect_at_its_end",
     ),
     Mutant(

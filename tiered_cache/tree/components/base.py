@@ -1,9 +1,8 @@
 """The contract of a component: one kind of state, and its rules on the tree.
 
 The tree walks, cuts and sequences; a component answers for its own ids. It sees nodes, page ids and
-the tree's leaf
-sets and nothing else: no cache, no pool, no controller. Hooks are grouped by phase, with the seeds'
-names where the concept remains.
+the tree's leaf sets and nothing else: no cache, no pool, no controller. Hooks are grouped by phase,
+with the seeds' names where the concept remains.
 """
 
 from __future__ import annotations

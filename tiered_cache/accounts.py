@@ -27,10 +27,11 @@ if TYPE_CHECKING:
 class PageAccounts:
     """The device pages of all components, in dense component order.
 
-    `promised`: per component, pages that admitted leases may still take.
+    `promised`: per component, pages that admitted leases may still take. `smallest`: the capacity
+    of the component with the fewest pages.
     """
 
-    __slots__ = ("_counters", "_stale_refs", "_tree", "allocators", "promised")
+    __slots__ = ("_counters", "_stale_refs", "_tree", "allocators", "promised", "smallest")
 
     def __init__(
         self, tree: RadixTree, allocators: Sequence[PageAllocator], counters: Counters
@@ -38,6 +39,7 @@ class PageAccounts:
         self._tree = tree
         self._counters = counters
         self.allocators = tuple(allocators)
+        self.smallest = min(allocator.capacity for allocator in self.allocators)
         self.promised = [0] * len(self.allocators)
         self._stale_refs: list[PageIds | None] = [None] * len(self.allocators)
 
@@ -45,6 +47,10 @@ class PageAccounts:
         """Pages of a component that are neither held nor promised."""
         evictable = self._tree.components[index].device.evictable
         return self.allocators[index].num_free + evictable - self.promised[index]
+
+    def room_beside(self, num_pages: int) -> list[int]:
+        """Per component, evictable pages that may be protected when so many are taken besides."""
+        return [self.spare(index) - num_pages for index in range(len(self.promised))]
 
     def promise(self, num_pages: int) -> None:
         """Promise so many pages of every component (or take the promise back, if negative)."""

@@ -36,6 +36,7 @@ faster range check."""
 
 UINT32: Final = np.dtype(np.uint32)  # a dtype instance saves its look-up
 UINT64: Final = np.dtype(np.uint64)
+INT64: Final = np.dtype(np.int64)
 HIGH_HALF: Final = 4 if sys.byteorder == "little" else 0
 """Where in a token's bytes the half begins that is zero in all of u32."""
 
@@ -109,7 +110,7 @@ class RadixKey:
         if self._appended and start >= base:
             recent = self._appended[start - base : stop - base]
             return np.frombuffer(recent.tobytes(), dtype=np.int64)
-        return self.tokens[start:stop]
+        return np.frombuffer(self.data, INT64, stop - start, start * TOKEN_BYTES)
 
     @property
     def num_tokens(self) -> int:

@@ -107,6 +107,7 @@ class Lease:
         "_receipt",
         "_reused",
         "_running",
+        "_seen",
         "_table",
         "epoch",
         "granted_at",
@@ -139,6 +140,7 @@ class Lease:
         self._deferred = 0  # commit up to here when the last run has ended
         self._reused = 0
         self._full_hit_length = 0
+        self._seen = -1  # the tree's growth when it was last matched
         # Without entries until admission has looked: a reserve that can never fit costs no memory.
         self._table = PageTable(len(controller.tree.components), self._page_size)
 
@@ -153,7 +155,8 @@ class Lease:
         """
         controller = self._controller
         controller.check()
-        controller.check_fits(self._admitted_pages, self._admitted_len)
+        if self._admitted_pages > controller.accounts.smallest:
+            controller.check_fits(self._admitted_pages, self._admitted_len)
         self._table.make_room(self._admitted_pages)
         if not controller.admission.admit_now(self._try_grant):
             await controller.admission.admit(self._try_grant, timeout, controller.check)
@@ -163,29 +166,29 @@ class Lease:
         # At least one token is always computed (semantics §11.2).
         limit = self._prompt_len - 1 if controller.enabled else 0
         match = tree.match_prefix(MatchPrefixParams(self.key, limit))
+        self._seen = tree.growth
         boundary = match.device_boundary
         need = self._admitted_pages - boundary.depth // self._page_size
-        for index, protected in enumerate(tree.would_protect(boundary)):
-            if need + protected > controller.accounts.spare(index):
-                return False
-        self._receipt = tree.inc_lock_ref(boundary, counts_hit=True)
+        held = tree.try_hold(boundary, controller.accounts.room_beside(need))
+        if held is None:
+            return False
+        self._receipt, pages = held
         self._closed = False
         self.granted_at = controller.now()
-        self._adopt_prefix(boundary)
-        self.prefix_len = boundary.depth
+        if boundary.depth:
+            self._adopt_prefix(boundary.depth, pages)
+            self.prefix_len = boundary.depth
         self._full_hit_length = match.full_hit_length
         controller.accounts.promise(self.unspent)
         self.epoch = controller.granted(self)
         return True
 
-    def _adopt_prefix(self, boundary: Boundary) -> None:
-        """Point the table at the tree's pages up to a boundary that is locked."""
-        depth = boundary.depth
-        if depth:
-            pages = self._controller.tree.pages(boundary, self._committed)
-            self._table.write(self._committed // self._page_size, pages)
-            self._reused += depth - self._computed
-            self._committed = self._computed = depth
+    def _adopt_prefix(self, depth: int, pages: Sequence[PageIds]) -> None:
+        """Point the table at the tree's pages up to `depth`, which is locked; `pages` are those of
+        `[committed, depth)`."""
+        self._table.write(self._committed // self._page_size, pages)
+        self._reused += depth - self._computed
+        self._committed = self._computed = depth
 
     @property
     def hits(self) -> Hits:
@@ -231,10 +234,12 @@ class Lease:
         controller = self._controller
         while True:
             self.check()
-            self._rematch()
-            start, length = self.frontier, self.key.num_tokens
-            if start >= length:
+            length = self.key.num_tokens
+            if self.frontier >= length:
                 return None
+            if controller.tree.growth != self._seen:
+                self._rematch()
+            start = self.frontier
             claim = controller.claims.over(self.id, self.key, start)
             if claim is None:
                 break
@@ -250,8 +255,9 @@ class Lease:
         """Go on from what others have published, if that is beyond what this lease has computed."""
         controller, tree, receipt = self._controller, self._controller.tree, self._receipt
         assert receipt is not None, "granted leases hold a receipt"
-        if not receipt.node.children or self._num_runs or not controller.enabled:
+        if self._num_runs or not controller.enabled:
             return
+        self._seen = tree.growth
         boundary = tree.match_deeper(receipt, self.key, len(self) - 1)
         if boundary is None or boundary.depth <= self._computed:
             return
@@ -264,7 +270,7 @@ class Lease:
         gained = boundary.depth - self._computed
         if self._computed == self.prefix_len:
             self.prefix_len = boundary.depth
-        self._adopt_prefix(boundary)
+        self._adopt_prefix(boundary.depth, tree.pages(boundary, self._committed))
         controller.accounts.give_back(superfluous)
         controller.accounts.promise(self.unspent - unspent)
         controller.rematched(self, gained)
@@ -411,8 +417,7 @@ class Lease:
         )
         if self._committed < self._prompt_len < stop:
             params.prompt_len = self._prompt_len
-        result = tree.insert(params)
-        tree.advance(receipt, result.boundary)
+        result = tree.insert_below(receipt, params)
         first_changed = result.first_changed
         if first_changed < stop:
             canonical = tree.pages(result.boundary, first_changed)

@@ -44,9 +44,10 @@ class PageTable:
         stop = first + len(pages[0])
         if stop > len(self.ids[0]):
             self.make_room(stop)
-        for ids, fresh in zip(self.ids, pages, strict=True):
-            ids[first:stop] = fresh
-        self.num_pages = max(self.num_pages, stop)
+        for index, fresh in enumerate(pages):
+            self.ids[index][first:stop] = fresh
+        if stop > self.num_pages:
+            self.num_pages = stop
         self.version += 1
 
     def cut(self, num_pages: int) -> list[PageIds]:
@@ -61,10 +62,14 @@ class PageTable:
     def make_room(self, num_pages: int) -> None:
         """Have entries for that many pages (amortised)."""
         for index, ids in enumerate(self.ids):
-            if num_pages > len(ids):
-                longer = np.empty(max(num_pages, len(ids) * 3 // 2), INT32)
-                longer[: len(ids)] = ids
-                longer[len(ids) :] = NO_PAGE  # every lease comes here: a third of `np.full`
+            used = len(ids)
+            if num_pages > used:
+                longer = np.empty(max(num_pages, used * 3 // 2), INT32)
+                if used:
+                    longer[:used] = ids
+                    longer[used:] = NO_PAGE
+                else:
+                    longer.fill(NO_PAGE)  # every lease comes here: a third of `np.full`
                 self.ids[index] = longer
 
     def view(self, index: int, num_pages: int) -> PageIds:

@@ -214,6 +214,8 @@ def whole_number(name: str, value: Any) -> int:
     Raises:
         TypeError: naming the argument.
     """
+    if type(value) is int:
+        return value
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be a whole number, not {type(value).__name__}")
     return index(value)

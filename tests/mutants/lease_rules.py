@@ -29,9 +29,9 @@ MUTANTS: Final = [
         id="admission-forgets-what-a-prefix-pins",
         rule="§11.5",
         harm="more is promised than there is: growth within the reserve fails",
-        file=LEASE,
-        old="if need + protected > controller.accounts.spare(index):",
-        new="if need > controller.accounts.spare(index):",
+        file="tiered_cache/tree/radix.py",
+        old="if component.would_protect(path, depth) > room[component.index]:",
+        new="if room[component.index] < 0:",
         test=RULES + "test_pages_that_a_prefix_would_pin_count_in_admission",
     ),
     Mutant(

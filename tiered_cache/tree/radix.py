@@ -92,6 +92,8 @@ class RadixTree:
         self._page_bytes = page_size * TOKEN_BYTES
         self._nothing = (NO_PAGES,) * len(self.components)
         self._stamp = 0
+        self.growth = 0
+        """Rises whenever there may be more to match on the device than before."""
         self._policies = (policy, host_policy)
         self._debris: list[Node] = []
         self._plant()
@@ -225,14 +227,38 @@ class RadixTree:
             StaleError: `prev_prefix_len` is more than the tree holds. Nothing was adopted or
                 counted.
         """
+        return self._insert(params, [], self.root)
+
+    def insert_below(self, receipt: Receipt, params: InsertParams) -> InsertResult:
+        """`insert` of a key whose beginning `receipt` holds, which from then on holds all of it.
+
+        What is held need not be looked for again, and what is inserted is never unheld (5.10).
+
+        Raises:
+            As `insert`; LockError, StaleError: the receipt does not hold anything now.
+            ValueError: less than what is held. Nothing changes in any case.
+        """
+        self.receipts.check(receipt, DEVICE)
+        length = params.length
+        if length is None or length - length % self.page_size < receipt.depth:
+            raise ValueError(f"{receipt!r} holds more than the {length} tokens to insert")
+        held = self._path_to(receipt.node)[::-1]
+        path = held.copy()
+        result = self._insert(params, path, receipt.node)
+        if len(path) > len(held):
+            self._move_lock(receipt, path[::-1], path[: len(held) - 1 if held else None : -1])
+        return result
+
+    def _insert(self, params: InsertParams, path: list[Node], node: Node) -> InsertResult:
+        """`path` leads from the root to `node`, whose tokens the key is known to begin with; it is
+        lengthened to where the insert ends."""
         key, owned, inserted_len = params.key, params.prev_prefix_len, params.inserted_len
         data, overlap, page_size = key.data, key.overlap, self.page_size
         num_pages = self._num_insert_pages(params, (len(data) - overlap) // TOKEN_BYTES)
         length = num_pages * page_size
         result = InsertResult(self.root, length, length, length, self._nothing)
         refused: list[list[PageIds]] | None = None
-        path: list[Node] = []
-        node, depth = self.root, 0
+        depth = node.end
         step, priority = self._page_bytes + overlap, params.priority
         while depth < length:
             at = depth * TOKEN_BYTES
@@ -262,6 +288,7 @@ class RadixTree:
             if priority > node.priority:
                 node.priority = priority
         self._stamp += 1
+        self.growth += 1
         if depth < length:
             if depth < result.prefix_len:
                 result.prefix_len = depth
@@ -369,15 +396,38 @@ class RadixTree:
 
     # --- locks ------------------------------------------------------------------------------------
 
-    def inc_lock_ref(self, boundary: Boundary, *, counts_hit: bool = False) -> Receipt:
+    def inc_lock_ref(self, boundary: Boundary) -> Receipt:
         """Hold the device state of a prefix, cutting its last node where the prefix ends (3.2, 6).
-
-        `counts_hit`: this is the grant of a lease, and counts as a use (as `count_hits`).
 
         Raises:
             StaleError: the boundary's node is gone.
         """
-        return self._acquire(boundary, DEVICE, 0, counts_hit)
+        return self._acquire(boundary, DEVICE, 0)
+
+    def try_hold(
+        self, boundary: Boundary, room: Sequence[int]
+    ) -> tuple[Receipt, tuple[PageIds, ...]] | None:
+        """The grant of a lease: hold a prefix, count the use, read its pages.
+
+        None, and nothing changes, when that would protect more than `room` evictable pages of a
+        component. One walk for what `would_protect`, `inc_lock_ref` and `pages` would do in three.
+
+        Raises:
+            StaleError: the boundary's node is gone.
+        """
+        node, depth = boundary
+        path = self._path_to(node)
+        for component in self.components:
+            if component.would_protect(path, depth) > room[component.index]:
+                return None
+        if node.end != depth or (path[-1].parent if path else node) is not self.root:
+            node = self.cut(boundary)
+            path = self._path_to(node)
+        parts = [component.acquire_component_lock(path, DEVICE, 0) for component in self.components]
+        receipt = self.receipts.issue(node, DEVICE, parts)
+        path.reverse()
+        self._count_hits(path, 0)
+        return receipt, tuple([component.collect(path, 0, depth) for component in self.components])
 
     def advance(self, receipt: Receipt, boundary: Boundary) -> None:
         """The holder of a device lock holds a deeper prefix of the same path from now on.
@@ -394,13 +444,18 @@ class RadixTree:
         below = [other for other in path if other.end > receipt.depth]
         if (below[-1].parent if below else node) is not receipt.node:
             raise ValueError(f"{boundary} is not below what {receipt!r} holds")
+        self._move_lock(receipt, path, below)
+
+    def _move_lock(self, receipt: Receipt, path: Sequence[Node], below: Sequence[Node]) -> None:
+        """`path` and `below` as in `advance_component_lock`."""
         for component in self.components:
             part = receipt.parts[component.index]
             if part is not None:
                 receipt.parts[component.index] = component.advance_component_lock(
                     receipt.node, part, path, below
                 )
-        receipt.node, receipt.depth = node, node.end
+        if path:
+            receipt.node, receipt.depth = path[0], path[0].end
 
     def dec_lock_ref(self, receipt: Receipt) -> None:
         """Give a device lock back.
@@ -430,9 +485,7 @@ class RadixTree:
             if receipt.node.data[BASE].value is None:
                 self._prune(receipt.node)
 
-    def _acquire(
-        self, boundary: Boundary, tier: Tier, start: int, counts_hit: bool = False
-    ) -> Receipt:
+    def _acquire(self, boundary: Boundary, tier: Tier, start: int) -> Receipt:
         node, depth = boundary
         path = self._path_to(node)
         if node.end != depth or (path[-1].parent if path else node) is not self.root:
@@ -441,8 +494,6 @@ class RadixTree:
         parts = [
             component.acquire_component_lock(path, tier, start) for component in self.components
         ]
-        if counts_hit:
-            self._count_hits(path, 0)
         return self.receipts.issue(node, tier, parts)
 
     def _release(self, receipt: Receipt, tier: Tier) -> None:
@@ -488,15 +539,13 @@ class RadixTree:
         """A lease was granted this prefix: date it, and count a use of its nodes that end beyond
         `above` (3.8, 5.8)."""
         self.receipts.check(receipt, DEVICE)
-        self._count_hits(self._path_to(receipt.node), above)
+        self._count_hits(self._path_to(receipt.node)[::-1], above)
 
-    def _count_hits(self, path: list[Node], above: int) -> None:
+    def _count_hits(self, path: Sequence[Node], above: int) -> None:
         for node in path:
-            if node.end <= above:
-                break
-            node.hit_count += 1
+            if node.end > above:
+                node.hit_count += 1
         self._stamp += 1
-        path.reverse()
         for component in self.components:
             component.touch(path, self._stamp)
 
@@ -623,6 +672,7 @@ class RadixTree:
         nodes = [node for node in path if node.end > start]
         if nodes and nodes[0].start < start:
             self._split_node(nodes[0], start)
+        self.growth += 1
         return self.components[component].commit_hicache_transfer(nodes, tier, ids)
 
     # --- life cycle -------------------------------------------------------------------------------

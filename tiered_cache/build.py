@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import torch
 
+from tiered_cache.config.schema import MAX_BYTES, MAX_BYTES_TEXT
 from tiered_cache.errors import ConfigError, ConfigProblem
 from tiered_cache.pools.allocator import PageAllocator
 from tiered_cache.pools.device import DevicePools
@@ -120,6 +121,11 @@ def size_stack(config: Config) -> Sizing:
 
 def _num_pages(config: Config, stack: StackPlan) -> dict[ComponentId, int] | None:
     device, one_page = config.device, sum(pool.page_bytes for pool in stack.pools)
+    if one_page > MAX_BYTES:
+        message = f"one page of {config.page_size:,} tokens takes {one_page:,} bytes"
+        raise ConfigError(
+            [config.problem("model", message, f"at most {MAX_BYTES_TEXT} can be used")]
+        )
     if device.size is not None:
         key, count = "size", device.size // one_page
         hint = f"one page of {config.page_size} tokens takes {one_page:,} bytes: write more"
@@ -133,6 +139,9 @@ def _num_pages(config: Config, stack: StackPlan) -> dict[ComponentId, int] | Non
     if count > MAX_PAGES:
         most = f"at most {MAX_PAGES:,} pages can be told apart; raise page_size"
         raise ConfigError([config.problem(f"device.{key}", "is too large", most)])
+    if count * one_page > MAX_BYTES:
+        message = f"comes to {count * one_page:,} bytes"
+        raise ConfigError([config.problem(f"device.{key}", message, f"at most {MAX_BYTES_TEXT}")])
     return {component.id: count for component in stack.components}
 
 

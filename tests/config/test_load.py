@@ -190,7 +190,7 @@ def test_a_mistake_says_what_to_write_instead(
     ("change", "key", "message"),
     [
         ({"num_layers": None}, "model.num_layers", "must be a whole number, not nothing"),
-        ({"num_layers": 10**9}, "model.num_layers", "must be 10000 or less"),
+        ({"num_layers": 10**9}, "model.num_layers", "must be 1,000 or less"),
         ({"head_dim": None}, "model.head_dim", "is required"),
         ({"kv_lora_rank": 8}, "model.num_kv_heads", "means nothing beside kv_lora_rank"),
         ({"revision": 1}, "model.revision", "must be text, not a number"),

@@ -21,6 +21,8 @@ MAX_NODES: Final = 20_000
 
 MERGE_TAG: Final = "tag:yaml.org,2002:merge"
 TEXT_TAG: Final = "tag:yaml.org,2002:str"
+INT_TAG: Final = "tag:yaml.org,2002:int"
+FLOAT_TAG: Final = "tag:yaml.org,2002:float"
 
 
 class Document:
@@ -122,8 +124,16 @@ class Document:
             return None
         try:
             return self._constructor.construct_object(node)
-        except (yaml.YAMLError, ValueError):
-            self.fail("cannot be read", _mark(node, self.file), "put text in quotes", dotted(path))
+        except (yaml.YAMLError, ValueError, LookupError, AttributeError):
+            # PyYAML trusts a tag that was written, such as `!!int x`, and fails in its own ways;
+            # Python reads no number of thousands of digits.
+            is_number = node.tag in (INT_TAG, FLOAT_TAG)
+            self.fail(
+                "cannot be read as a number" if is_number else "cannot be read",
+                _mark(node, self.file),
+                f"{'write fewer digits, or ' if is_number else ''}put text in quotes",
+                dotted(path),
+            )
             return None
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from tiered_cache.config.marks import KeyPath, Marks, dotted
 from tiered_cache.config.schema import (
+    MAX_BYTES_TEXT,
     SIZE_HINT,
     Config,
     DeviceConfig,
@@ -62,9 +63,16 @@ def _problem(details: ErrorDetails, path: KeyPath, marks: Marks) -> ConfigProble
             message, suggestion = PATTERN_HINTS.get(str(path[-1]), ("is not well formed", None))
         case "greater_than_equal" | "greater_than":
             least = context["ge"] if "ge" in context else context["gt"] + 1
-            message = f"must be {least} or more"
-        case "less_than_equal":
-            message = f"must be {context['le']} or less"
+            message = f"must be {least:,} or more"
+        case "less_than_equal" | "less_than" if path[-1] == "size":
+            message = f"must be {MAX_BYTES_TEXT} or less"
+        case "less_than_equal" | "less_than":
+            most = context["le"] if "le" in context else context["lt"] - 1
+            message = f"must be {most:,} or less"
+        case "invalid_key":
+            message, suggestion, at_key = "a key must be text", "put it in quotes", True
+        case "string_unicode":
+            message = "holds a character that is not allowed in text"
         case _ if kind in TYPE_WORDS:
             message = f"must be {TYPE_WORDS[kind]}, not {kind_of(details['input'])}"
             if kind == "string_type" and not isinstance(details["input"], dict | list | None):

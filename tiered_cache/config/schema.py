@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, Self
 
 from pydantic import (
@@ -45,6 +46,18 @@ SIZE_UNITS: Final = {
     **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", start=1)},
 }
 SIZE_HINT: Final = "write 8GiB, 8GB or a number of bytes"
+
+# Upper bounds. Nobody writes more on purpose, and below them all products fit into torch's int64.
+MAX_BYTES: Final = 1 << 50
+"""Of a tier, or of a page."""
+MAX_BYTES_TEXT: Final = "1024TiB"
+MAX_PAGE_SIZE: Final = 65_536
+MAX_TOKENS: Final = 10**15
+MAX_DIM: Final = 1 << 20
+"""Elements along one dimension of a row."""
+MAX_DIMS: Final = 8
+MAX_LAYERS: Final = 1_000
+MAX_THREADS: Final = 1_024
 
 DTYPE_ALIASES: Final = {
     "fp32": "float32",
@@ -114,18 +127,22 @@ def _again(details: ErrorDetails) -> InitErrorDetails:
 
 
 def parse_size(value: object) -> object:
-    """`8GiB` or `1.5 GB` in bytes. What is not text is left for the schema to judge."""
+    """`8GiB` or `1.5 GB` in bytes, exactly. What is not text is left for the schema to judge."""
     if not isinstance(value, str):
         return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?i?B)\s*", value)
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kKMGT]?i?B)\s*", value)
     if match is None or match[2] not in SIZE_UNITS:
         raise PydanticCustomError("size", "is not a size", {"suggestion": _size_hint(value)})
-    return int(float(match[1]) * SIZE_UNITS[match[2]])
+    if len(match[1]) > 100:  # Python refuses to read thousands of digits
+        raise PydanticCustomError(
+            "size", "is not a size", {"suggestion": "write at most 100 digits"}
+        )
+    return int(Fraction(match[1]) * SIZE_UNITS[match[2]])
 
 
 def _size_hint(text: str) -> str:
     """What to write instead. A number with a unit nearly right holds no secret: it is mended."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgGtT])(i?)[bB]?\s*", text)
+    match = re.fullmatch(r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*([kKmMgGtT])i?[bB]?\s*", text)
     if match is None:
         return SIZE_HINT
     prefix = match[2].upper()
@@ -139,13 +156,24 @@ def _not_empty(value: tuple[int, ...]) -> tuple[int, ...]:
     return value
 
 
-SizeBytes = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
-Positive = Annotated[int, Field(ge=1)]
-NumLayers = Annotated[int, Field(ge=1, le=10_000)]  # a slip of the hand must not list 10⁹ layers
-NotNegative = Annotated[int, Field(ge=0)]
+def _few(value: tuple[int, ...]) -> tuple[int, ...]:
+    if len(value) > MAX_DIMS:
+        raise PydanticCustomError("long", f"must have {MAX_DIMS} dimensions or fewer")
+    return value
+
+
+SizeBytes = Annotated[int, BeforeValidator(parse_size), Field(gt=0, le=MAX_BYTES)]
+Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+PageSize = Annotated[int, Field(ge=1, le=MAX_PAGE_SIZE)]
+Dim = Annotated[int, Field(ge=1, le=MAX_DIM)]
+NumLayers = Annotated[int, Field(ge=1, le=MAX_LAYERS)]
+LayerNumber = Annotated[int, Field(ge=0, lt=2 * MAX_LAYERS)]  # extra pools come after the model's
+Threads = Annotated[int, Field(ge=1, le=MAX_THREADS)]
 # Not strict: a YAML list is no Python tuple. The items are strict all the same.
-Layers = Annotated[tuple[NotNegative, ...], Field(strict=False), AfterValidator(_not_empty)]
-Shape = Annotated[tuple[Positive, ...], Field(strict=False), AfterValidator(_not_empty)]
+Layers = Annotated[tuple[LayerNumber, ...], Field(strict=False), AfterValidator(_not_empty)]
+Shape = Annotated[
+    tuple[Dim, ...], Field(strict=False), AfterValidator(_not_empty), AfterValidator(_few)
+]
 
 
 class ExtraPool(Section):
@@ -161,7 +189,7 @@ class ExtraPool(Section):
     layers: Layers | None = None
     row_shape: Shape
     dtype: Dtype
-    tokens_per_row: Positive = 1
+    tokens_per_row: PageSize = 1
     sharding: Literal["per_rank", "replicated"] = "per_rank"
 
     @classmethod
@@ -174,7 +202,8 @@ class ExtraPool(Section):
                 "keep one of num_layers and layers" if both else "write num_layers or layers",
             )
         layers = given.get("layers")
-        if isinstance(layers, Sequence) and len({str(n) for n in layers}) != len(layers):
+        numbers = [n for n in layers if isinstance(n, int)] if isinstance(layers, Sequence) else []
+        if len(set(numbers)) != len(numbers):
             yield CrossProblem("layers", "names a layer twice", "name each layer once")
 
 
@@ -192,11 +221,11 @@ class ModelConfig(Section):
     """Which kind of state the model has; None: the first registered strategy that fits."""
     id: str | None = None
     revision: str | None = None
-    num_kv_heads: Positive | None = None
-    head_dim: Positive | None = None
-    v_head_dim: Positive | None = None
-    kv_lora_rank: Positive | None = None
-    qk_rope_head_dim: Positive | None = None
+    num_kv_heads: Dim | None = None
+    head_dim: Dim | None = None
+    v_head_dim: Dim | None = None
+    kv_lora_rank: Dim | None = None
+    qk_rope_head_dim: Dim | None = None
     extra_pools: Annotated[tuple[ExtraPool, ...], Field(strict=False)] = ()
 
     HEADS: ClassVar = ("num_kv_heads", "head_dim")
@@ -235,7 +264,8 @@ class ModelConfig(Section):
                 if key not in given:
                     also = "" if latent or heads else f", or {' and '.join(cls.LATENT)} for MLA"
                     yield CrossProblem(key, "is required", f"write {' and '.join(needed)}{also}")
-        names = [pool["name"] for pool in _mappings(given.get("extra_pools")) if "name" in pool]
+        pools = _mappings(given.get("extra_pools"))
+        names = [pool["name"] for pool in pools if isinstance(pool.get("name"), str)]
         for index, name in enumerate(names):
             if name in names[:index]:
                 yield CrossProblem("extra_pools", "two pools have the same name", "rename one")
@@ -244,10 +274,10 @@ class ModelConfig(Section):
 class DeviceConfig(Section):
     """The first tier. Budget by bytes or by tokens; neither, when the caller brings tensors."""
 
-    type: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
+    type: Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]{1,3})?)$")] = "cpu"
     size: SizeBytes | None = None
     """Bytes for all pools together."""
-    tokens: Positive | None = None
+    tokens: Tokens | None = None
     eviction_policy: EvictionPolicyName = "lru"
 
     @classmethod
@@ -260,12 +290,12 @@ class Config(Section):
     """All settings of a cache. Made by `load_config`; frozen."""
 
     model: ModelConfig
-    page_size: Positive = 16
+    page_size: PageSize = 16
     """Tokens per page."""
     device: DeviceConfig = DeviceConfig()
     mode: Literal["on", "off"] = "on"
     """`off`: nothing matches and nothing is kept, for comparing with and without."""
-    run_threads: Positive = 1
+    run_threads: Threads = 1
     """Threads that run the user's model."""
     check: bool = False
     """Prove on every step that no page is freed twice; costs about half of the tree's speed."""
@@ -283,7 +313,7 @@ class Config(Section):
         page_size = given.get("page_size", cls.model_fields["page_size"].default)
         for pool in _mappings(_mapping(given.get("model")).get("extra_pools")):
             per_row = pool.get("tokens_per_row", 1)
-            if _is_positive(page_size) and _is_positive(per_row) and page_size % per_row:
+            if _is_page_size(page_size) and _is_page_size(per_row) and page_size % per_row:
                 yield CrossProblem(
                     "page_size",
                     f"is not a multiple of an extra pool's tokens_per_row ({per_row})",
@@ -296,8 +326,10 @@ class Config(Section):
         return ConfigProblem(message, key, mark.file, mark.line, mark.column, suggestion)
 
 
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+def _is_page_size(value: object) -> bool:
+    """What the schema lets pass as one; it says itself what is wrong with the rest."""
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return is_number and value in range(1, MAX_PAGE_SIZE + 1)
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

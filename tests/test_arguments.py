@@ -108,3 +108,57 @@ async def test_open_is_entered_once() -> None:
     async with opening:
         with pytest.raises(ClosedError, match="open again"):
             await opening.__aenter__()
+
+
+@pytest.mark.parametrize("foreign", [None, 5, "chunk", object()])
+async def test_what_is_no_chunk_and_no_lease_is_named(foreign: Any) -> None:
+    """Not an attribute that something does not have."""
+    async with rig() as r, r.cache.lease(seq("A", 9)) as lease:
+        with pytest.raises(TypeError, match="takes a chunk"):
+            lease.commit(foreign)
+        with pytest.raises(TypeError, match="made of leases"):
+            await r.cache.run([lease, foreign], int)
+        with pytest.raises(TypeError, match="made of leases"):
+            r.cache.extend([foreign], [1])
+        with pytest.raises(TypeError, match="takes a function"):
+            await lease.run(foreign)
+        with pytest.raises(TypeError, match=r"load_config\("):
+            UnifiedRadixCache.open(foreign)
+        await r.compute(lease)
+
+
+@pytest.mark.parametrize("bad", [1.5, "7", True, None])
+async def test_a_token_is_a_whole_number(bad: Any) -> None:
+    """And the lease is as it was."""
+    async with rig() as r, r.cache.lease(seq("A", 9), reserve=4) as lease:
+        with pytest.raises(TypeError, match="position 9"):
+            lease.append(bad)
+        assert len(lease) == 9
+
+
+@pytest.mark.parametrize("bad", ["5", float("nan"), -1])
+async def test_the_limit_of_a_close_is_seconds(bad: Any) -> None:
+    """A close that failed would leave the cache open for good."""
+    async with rig() as r:
+        with pytest.raises((TypeError, ValueError), match="limit must be seconds"):
+            await r.cache.aclose(bad)
+
+
+async def test_chunks_are_found_within_what_a_batch_is_made_of() -> None:
+    """A chunk that nobody counts would be computed again."""
+    async with rig() as r, r.cache.lease(seq("A", 9)) as lease:
+        chunk = await chunk_of(lease)
+        await lease.run(lambda batch: r.model(batch["x"][0]), {"x": [chunk]})
+        assert lease.computed == 9
+
+
+async def test_an_error_names_a_few_holders_and_knows_them_all() -> None:
+    """20,000 leases must not become a message of a megabyte."""
+    async with rig(pages=16) as r:
+        leases = [await r.lease(seq("A", 4), reserve=4) for _ in range(8)]
+        with pytest.raises(CapacityError, match="and 3 more") as caught:
+            for token in range(20):
+                leases[0].append(token)
+        assert len(caught.value.held_by) == 8
+        for lease in leases:
+            lease.close()

@@ -9,6 +9,7 @@ from bisect import bisect_left
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tiered_cache.build import build
+from tiered_cache.config import Config
 from tiered_cache.controller import HybridCacheController
 from tiered_cache.errors import ClosedError
 from tiered_cache.jobs import DaemonExecutor
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     import torch
 
     from tiered_cache.build import Parts
-    from tiered_cache.config import Config
     from tiered_cache.observe import Observer
     from tiered_cache.pools.device import DevicePools
     from tiered_cache.stats import CacheStats
@@ -64,6 +64,10 @@ class UnifiedRadixCache:
         Raises:
             ConfigError: with all that is wrong, when awaited or entered.
         """
+        if not isinstance(config, Config):
+            raise TypeError(
+                f"open takes a Config, not {type(config).__name__}: open(load_config(…))"
+            )
         return Opening(config, device_pools, observers, run_executor)
 
     # --- for a serving loop -----------------------------------------------------------------------
@@ -118,7 +122,7 @@ class UnifiedRadixCache:
         """One scheduler step of a batch: as `Lease.run`, over chunks of several leases among
         `args`."""
         self._controller.check()
-        for lease in leases:
+        for lease in _all_leases(leases):
             lease.check()
         return await self._controller.run(tuple(leases), find_chunks(args), fn, args)
 
@@ -133,7 +137,7 @@ class UnifiedRadixCache:
             ValueError: not one token per lease, a lease twice, or not a token id; nothing changes.
         """
         self._controller.check()
-        if len(leases) != len(tokens) or len(set(leases)) != len(leases):
+        if len(_all_leases(leases)) != len(tokens) or len(set(leases)) != len(leases):
             raise ValueError(
                 f"extend takes one token for each of distinct leases: "
                 f"{len(leases)} leases, {len(tokens)} tokens"
@@ -225,7 +229,7 @@ class UnifiedRadixCache:
 
         Returns what a run still touches. Its buffers stay alive until it ends.
         """
-        return await self._controller.aclose(limit)
+        return await self._controller.aclose(seconds("limit", limit))
 
     def check_integrity(self) -> None:
         """Prove the invariants by recomputing everything; O(everything).
@@ -266,6 +270,14 @@ class UnifiedRadixCache:
             for name, pool in self.stats().pools.items()
         )
         return f"<UnifiedRadixCache {pools}{', closed' if self.closed else ''}>"
+
+
+def _all_leases(leases: Sequence[Lease]) -> Sequence[Lease]:
+    """What a caller gave as leases, if they are that."""
+    for lease in leases:
+        if not isinstance(lease, Lease):
+            raise TypeError(f"a batch is made of leases, not of {type(lease).__name__}")
+    return leases
 
 
 class Opening:

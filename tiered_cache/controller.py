@@ -94,6 +94,7 @@ class HybridCacheController:
         self._ending: dict[int, Lease] = {}
         self._dropped: deque[Lease] = deque()
         self._quiet = asyncio.Event()
+        self._given_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._supervisor = Supervisor(self._calmed)
         self.loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
@@ -199,6 +200,8 @@ class HybridCacheController:
         """
         if inspect.iscoroutinefunction(fn):
             raise TypeError("run computes in a thread and takes a plain function, not a coroutine")
+        if not callable(fn):
+            raise TypeError(f"run takes a function and its arguments, not {type(fn).__name__}")
         self._check_chunks(leases, chunks)
         claims = []
         if self.enabled:
@@ -220,7 +223,7 @@ class HybridCacheController:
                 self._check_still_follows(leases, chunks)
             job = submit(self._executor, fn, *args)
             run.job = job
-            result = await run_to_end(job)
+            result = await run_to_end(job, self._given_up)
             is_computed = True
         except asyncio.CancelledError:
             self.counters.runs_cancelled += 1
@@ -229,13 +232,26 @@ class HybridCacheController:
             self.counters.runs_failed += 1
             raise
         finally:
-            self._runs.remove(run)
             self.claims.end(claims)
-            for lease in leases:
-                lease.end_run(chunks, computed=is_computed)
-            run.ended.set()
-            self._calmed()
+            if run.job is None or run.job.done():
+                self._end_run(run, chunks, is_computed)
+            else:  # given up by `aclose`; its pages stay quarantined until the thread has ended
+                run.job.add_done_callback(lambda _: self._end_later(run, chunks))
         return result
+
+    def _end_run(self, run: Run, chunks: Sequence[Chunk], is_computed: bool) -> None:
+        self._runs.remove(run)
+        for lease in run.leases:
+            lease.end_run(chunks, computed=is_computed)
+        run.ended.set()
+        self._calmed()
+
+    def _end_later(self, run: Run, chunks: Sequence[Chunk]) -> None:
+        """In the run's thread, which has outlived the cache."""
+        try:
+            self.loop.call_soon_threadsafe(self._end_run, run, chunks, False)
+        except RuntimeError:  # the loop is closed: nobody else is there any more
+            self._end_run(run, chunks, is_computed=False)
 
     def _runs_ahead(self, chunks: Sequence[Chunk]) -> list[Run]:
         """Runs that compute what these chunks build on.
@@ -388,7 +404,8 @@ class HybridCacheController:
 
     async def aclose(self, limit: float | None) -> list[Outstanding]:
         """Stop admission, end all leases, drop queued runs, wait for active ones up to `limit`
-        seconds; report what is still quarantined.
+        seconds; report what is still quarantined. Whoever awaits a run that goes on can be
+        cancelled from then on.
 
         Raises:
             ClosedError, WrongThreadError: not on the cache's loop.
@@ -410,6 +427,8 @@ class HybridCacheController:
                 async with asyncio.timeout(limit):
                     await self.drain()
         finally:  # also when whoever closes is cancelled
+            if not self._given_up.done():
+                self._given_up.set_result(None)
             self._supervisor.stop()
             if self._owns_executor:
                 self._executor.shutdown(wait=False)

@@ -8,6 +8,7 @@ A miss is not an error, and neither is pressure while there is something shorter
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 
 class TieredCacheError(Exception):
@@ -48,6 +49,10 @@ class ConfigError(TieredCacheError):
 # --- Ask for less, wait, or let others go ---------------------------------------------------------
 
 
+MAX_NAMED: Final = 5
+"""Holders that a message names; all of them are in `held_by`."""
+
+
 class CapacityError(TieredCacheError):
     """A tier cannot hold what was asked, now (release the leases in `held_by`) or ever (`held_by`
     is empty).
@@ -68,7 +73,9 @@ class CapacityError(TieredCacheError):
     ) -> None:
         self.component, self.needed, self.free, self.evictable = component, needed, free, evictable
         self.held_by = held_by
-        holders = f"; held by {', '.join(held_by)}" if held_by else ""
+        named = ", ".join(held_by[:MAX_NAMED])
+        more = f" and {len(held_by) - MAX_NAMED} more" if len(held_by) > MAX_NAMED else ""
+        holders = f"; held by {named}{more}" if held_by else ""
         super().__init__(
             f"{message} (component {component!r}: needed {needed} pages, free {free}, "
             f"evictable {evictable}{holders})"

@@ -101,16 +101,26 @@ class DaemonExecutor(concurrent.futures.Executor):
 def submit(
     executor: concurrent.futures.Executor, fn: Callable[..., T], *args: Any
 ) -> concurrent.futures.Future[T]:
-    """Queue `fn(*args)`; what it raises will not pose as the event loop's own."""
-    return executor.submit(_guarded, fn, args)
+    """Queue `fn(*args)`; what it raises will not pose as the event loop's own.
+
+    Raises:
+        ClosedError: the executor is shut down.
+    """
+    try:
+        return executor.submit(_guarded, fn, args)
+    except RuntimeError as error:
+        raise ClosedError(f"the executor takes no more work: {error}") from error
 
 
-async def run_to_end(job: concurrent.futures.Future[T]) -> T:
+async def run_to_end(
+    job: concurrent.futures.Future[T], given_up: asyncio.Future[None] | None = None
+) -> T:
     """Await a submitted job; when this returns or raises, nobody runs it any more (semantics §9.3).
 
     Cancelled while the job is queued, it ends at once and the job never runs. Cancelled while it is
     running, it waits for the thread, however often it is cancelled meanwhile, then raises
-    `CancelledError`.
+    `CancelledError`. The one exception: when `given_up` is done, a cancelled caller is not kept any
+    longer. The job may still run then (`job.done()` says), and its buffers stay quarantined.
 
     Raises:
         ClosedError: somebody else cancelled the job while it was queued.
@@ -124,18 +134,25 @@ async def run_to_end(job: concurrent.futures.Future[T]) -> T:
             # Nobody has cancelled the caller, so it must not look as if.
             raise ClosedError("dropped before it began: its executor was shut down") from None
         if not job.cancel():
-            await _settled(waiter)
+            await _settled(waiter, given_up)
         raise
 
 
-async def _settled(waiter: asyncio.Future[Any]) -> None:
-    while not waiter.done():
+async def _settled(waiter: asyncio.Future[Any], given_up: asyncio.Future[None] | None) -> None:
+    waiter.add_done_callback(_seen)
+    ends = [waiter] if given_up is None else [waiter, given_up]
+    while not any(end.done() for end in ends):
         try:
-            await asyncio.wait([waiter])
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             continue  # the first is raised when the thread has ended; more of them change nothing
+    waiter.cancel()  # given up: it must not call a loop that may be closed by then
+
+
+def _seen(waiter: asyncio.Future[Any]) -> None:
+    """Whoever waited has gone: nobody else will look at how it ended."""
     if not waiter.cancelled():
-        waiter.exception()  # seen: whoever waited has gone
+        waiter.exception()
 
 
 def _guarded(fn: Callable[..., T], args: tuple[Any, ...]) -> T:

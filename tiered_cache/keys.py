@@ -185,6 +185,8 @@ def check_token(token: int, position: int) -> None:
 
     `position` is where it was to go.
     """
+    if type(token) is not int and (isinstance(token, bool) or not hasattr(token, "__index__")):
+        raise TypeError(f"token at position {position}: {type(token).__name__} is not an integer")
     if not 0 <= index(token) <= MAX_TOKEN:
         raise _outside_u32(token, position)
 

@@ -308,7 +308,7 @@ class Lease:
         """`fn(*args)` in the cache's run executor; chunks of this lease among the arguments count
         as computed after it.
 
-        Chunks are found among `args`, and one level down in lists, tuples and dicts. Cancelled
+        Chunks are found among `args`, and two levels down in lists, tuples and dicts. Cancelled
         while queued it ends at once; cancelled while running it waits for the thread, then raises,
         and nothing counts as computed.
 
@@ -373,6 +373,8 @@ class Lease:
             StaleError, ValueError: as `run`.
         """
         self.check()
+        if not isinstance(chunk, Chunk):
+            raise TypeError(f"commit takes a chunk of this lease, not {type(chunk).__name__}")
         if chunk.lease is not self:
             raise ValueError(f"{chunk!r} is another lease's")
         if chunk.stop > self._computed:
@@ -722,13 +724,17 @@ class LeaseContext:
 
 
 def find_chunks(args: Iterable[Any]) -> list[Chunk]:
-    """Chunks among the arguments of a run, and one level down in lists, tuples and dicts."""
-    chunks = []
-    for arg in args:
-        if isinstance(arg, Chunk):
-            chunks.append(arg)
-        elif isinstance(arg, (list, tuple)):
-            chunks += [item for item in arg if isinstance(item, Chunk)]
-        elif isinstance(arg, dict):
-            chunks += [item for item in arg.values() if isinstance(item, Chunk)]
-    return chunks
+    """Chunks among the arguments of a run, and two levels down in lists, tuples and dicts."""
+    found: dict[Chunk, None] = {}
+    level = list(args)
+    for _ in range(3):
+        below: list[Any] = []
+        for arg in level:
+            if isinstance(arg, Chunk):
+                found[arg] = None
+            elif isinstance(arg, (list, tuple)):
+                below += arg
+            elif isinstance(arg, dict):
+                below += arg.values()
+        level = below
+    return list(found)

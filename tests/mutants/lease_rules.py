@@ -211,7 +211,7 @@ MUTANTS: Final = [
         rule="§11.4",
         harm="an early free under the thread",
         file=JOBS,
-        old="            await _settled(waiter)\n        raise",
+        old="            await _settled(waiter, given_up)\n        raise",
         new="            pass\n        raise",
         test=RULES + "test_a_cancelled_run_waits_for_its_thread_b96",
     ),

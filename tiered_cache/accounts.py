@@ -1,7 +1,8 @@
-"""Who may take how many pages: the account that everything rests on (semantics §11.5).
+"""Who may take how many pages of a tier: the accounts that everything rests on (semantics §11.5).
 
-Per component, at any time: `free + evictable ≥ Σ pages promised and not taken yet`. So taking what
-was promised is one synchronous step that cannot fail, and making room never waits for anybody.
+On the device, per component, at any time: `free + evictable ≥ Σ pages promised and not taken yet`.
+So taking what was promised is one synchronous step that cannot fail, and making room never waits
+for anybody. On the host nothing is promised: a transfer takes what there is.
 
 Owns: what is promised, and what a reset has left in other hands. The allocators hold the ids, the
 tree decides who is evicted; only here do ids move between them.
@@ -18,70 +19,24 @@ from tiered_cache.errors import IntegrityError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from tiered_cache.pools.allocator import PageAllocator
+    from tiered_cache.pools.allocator import Allocator
     from tiered_cache.stats import Counters
     from tiered_cache.tree.radix import RadixTree
-    from tiered_cache.types import PageIds
+    from tiered_cache.types import EvictResult, PageIds
 
 
-class PageAccounts:
-    """The device pages of all components, in dense component order.
+class TierPages:
+    """The pages of all components on one tier, in dense component order."""
 
-    `promised`: per component, pages that admitted leases may still take. `smallest`: the capacity
-    of the component with the fewest pages.
-    """
-
-    __slots__ = ("_counters", "_stale_refs", "_tree", "allocators", "promised", "smallest")
+    __slots__ = ("_counters", "_stale_refs", "_tree", "allocators")
 
     def __init__(
-        self, tree: RadixTree, allocators: Sequence[PageAllocator], counters: Counters
+        self, tree: RadixTree, allocators: Sequence[Allocator], counters: Counters
     ) -> None:
         self._tree = tree
         self._counters = counters
         self.allocators = tuple(allocators)
-        self.smallest = min(allocator.capacity for allocator in self.allocators)
-        self.promised = [0] * len(self.allocators)
         self._stale_refs: list[PageIds | None] = [None] * len(self.allocators)
-
-    def spare(self, index: int) -> int:
-        """Pages of a component that are neither held nor promised."""
-        evictable = self._tree.components[index].device.evictable
-        return self.allocators[index].num_free + evictable - self.promised[index]
-
-    def room_beside(self, num_pages: int) -> list[int]:
-        """Per component, evictable pages that may be protected when so many are taken besides."""
-        return [self.spare(index) - num_pages for index in range(len(self.promised))]
-
-    def promise(self, num_pages: int) -> None:
-        """Promise so many pages of every component (or take the promise back, if negative)."""
-        for index in range(len(self.promised)):
-            self.promised[index] += num_pages
-
-    def take(self, num_pages: int) -> list[PageIds]:
-        """Ids of every component, making room by victims in policy order.
-
-        The caller has the right to them: they are promised to it, or spare.
-        """
-        return [self._take(index, num_pages) for index in range(len(self.allocators))]
-
-    def _take(self, index: int, num_pages: int) -> PageIds:
-        allocator = self.allocators[index]
-        short = num_pages - allocator.num_free
-        if short > 0:
-            self._make_room(index, short)
-        ids = allocator.allocate(num_pages)
-        if ids is None:
-            there = allocator.num_free
-            raise IntegrityError(f"{num_pages} pages were promised or spare, {there} are there")
-        return ids
-
-    def _make_room(self, index: int, num_pages: int) -> None:
-        need = [0] * len(self.allocators)
-        need[index] = num_pages
-        evicted = self._tree.evict(need)
-        self.give_back(evicted.device)
-        self._counters.pages_evicted += sum(map(len, evicted.device))
-        self._counters.tokens_dropped += evicted.dropped_tokens
 
     def give_back(self, pages: Sequence[PageIds]) -> None:
         """Ids of each component that nobody touches any more go home."""
@@ -103,11 +58,9 @@ class PageAccounts:
             for refs, ids in zip(self._stale_refs, pages, strict=True):
                 assert refs is not None, "made above"
                 refs[ids] += 1
-        for index, allocator in enumerate(self.allocators):
-            refs = self._stale_refs[index]
+        for allocator, refs in zip(self.allocators, self._stale_refs, strict=True):
             assert refs is not None, "made above"
             allocator.reset(np.flatnonzero(refs).astype(np.int32))
-            self.promised[index] = 0
         self._forget_settled()
 
     def give_back_stale(self, pages: Sequence[PageIds]) -> None:
@@ -127,3 +80,105 @@ class PageAccounts:
         """Pages of a component that somebody still holds from before a reset."""
         refs = self._stale_refs[index]
         return np.flatnonzero(refs if refs is not None else ()).astype(np.int32)
+
+
+class HostPages(TierPages):
+    """The host's pages: rows of the arenas."""
+
+    __slots__ = ()
+
+    def take_up_to(self, index: int, num_pages: int) -> PageIds:
+        """Ids of one component, as many as there can be made room for: mirrors go first, then
+        leaves in policy order (semantics §8)."""
+        allocator = self.allocators[index]
+        short = num_pages - allocator.num_free
+        if short > 0:
+            need = [0] * len(self.allocators)
+            need[index] = short
+            evicted = self._tree.evict_host(need)
+            self.give_back(evicted.host)
+            self._counters.pages_evicted_host += sum(map(len, evicted.host))
+            self._counters.tokens_dropped += evicted.dropped_tokens
+        ids = allocator.allocate(min(num_pages, allocator.num_free))
+        assert ids is not None, "no more than are free"
+        return ids
+
+
+class PageAccounts(TierPages):
+    """The device's pages.
+
+    `promised`: per component, pages that admitted leases may still take. `smallest`: the capacity
+    of the component with the fewest pages.
+    """
+
+    __slots__ = ("_host", "promised", "smallest")
+
+    def __init__(
+        self,
+        tree: RadixTree,
+        allocators: Sequence[Allocator],
+        counters: Counters,
+        host: HostPages | None = None,
+    ) -> None:
+        super().__init__(tree, allocators, counters)
+        self._host = host
+        self.promised = [0] * len(self.allocators)
+        self.smallest = min(allocator.capacity for allocator in self.allocators)
+
+    def spare(self, index: int) -> int:
+        """Pages of a component that are neither held nor promised."""
+        evictable = self._tree.components[index].device.evictable
+        return self.allocators[index].num_free + evictable - self.promised[index]
+
+    def room_beside(self, num_pages: int) -> list[int]:
+        """Per component, evictable pages that may be protected when so many are taken besides."""
+        return [self.spare(index) - num_pages for index in range(len(self.promised))]
+
+    def short(self, num_pages: int) -> int:
+        """Pages that must be evicted, of the component that is shortest of free ones, before so
+        many more than what is promised can be taken."""
+        return max(
+            num_pages + promised - allocator.num_free
+            for allocator, promised in zip(self.allocators, self.promised, strict=True)
+        )
+
+    def promise(self, num_pages: int) -> None:
+        """Promise so many pages of every component (or take the promise back, if negative)."""
+        for index in range(len(self.promised)):
+            self.promised[index] += num_pages
+
+    def take(self, num_pages: int) -> list[PageIds]:
+        """Ids of every component, making room by victims in policy order.
+
+        The caller has the right to them: they are promised to it, or spare.
+        """
+        return [self.take_of(index, num_pages) for index in range(len(self.allocators))]
+
+    def take_of(self, index: int, num_pages: int) -> PageIds:
+        """`take` of one component."""
+        allocator = self.allocators[index]
+        short = num_pages - allocator.num_free
+        if short > 0:
+            need = [0] * len(self.allocators)
+            need[index] = short
+            self.evict(need)
+        ids = allocator.allocate(num_pages)
+        if ids is None:
+            there = allocator.num_free
+            raise IntegrityError(f"{num_pages} pages were promised or spare, {there} are there")
+        return ids
+
+    def evict(self, need: Sequence[int]) -> EvictResult:
+        """Give up so many pages of each component, or what can go."""
+        evicted = self._tree.evict(need)
+        self.give_back(evicted.device)
+        if self._host is not None:  # what hung below a victim that only the host had
+            self._host.give_back(evicted.host)
+        counters = self._counters
+        counters.pages_evicted += sum(map(len, evicted.device))
+        counters.tokens_dropped += evicted.dropped_tokens
+        return evicted
+
+    def reset(self, held: Iterable[Sequence[PageIds]]) -> None:
+        super().reset(held)
+        self.promised = [0] * len(self.allocators)

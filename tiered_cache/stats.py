@@ -10,8 +10,8 @@ class PoolStats:
     """Where the pages of one component on one tier are; the parts add up to `capacity` (semantics
     §2.4).
 
-    `private`: taken by leases and not published. `quarantined`: given up, but a run may still touch
-    them.
+    `private`: taken by leases and not published. `quarantined`: given up, but a run or a copier may
+    still touch them. `in_flight`: targets of transfers that have not ended.
     `unspent`: promised to admitted leases and not taken yet (part of free and evictable).
     """
 
@@ -19,9 +19,16 @@ class PoolStats:
     free: int
     evictable: int
     protected: int
-    private: int
-    quarantined: int
-    unspent: int
+    private: int = 0
+    quarantined: int = 0
+    in_flight: int = 0
+    unspent: int = 0
+
+    @property
+    def total(self) -> int:
+        """What the parts add up to."""
+        held = self.private + self.quarantined + self.in_flight
+        return self.free + self.evictable + self.protected + held
 
 
 @dataclass(slots=True)
@@ -36,10 +43,12 @@ class Counters:
     admissions_cancelled: int = 0
     tokens_requested: int = 0
     tokens_hit_device: int = 0
+    tokens_hit_host: int = 0
     tokens_computed: int = 0
     tokens_committed: int = 0
     tokens_dropped: int = 0
     pages_evicted: int = 0
+    pages_evicted_host: int = 0
     pages_duplicate: int = 0
     chunks: int = 0
     chunk_waits: int = 0
@@ -48,15 +57,26 @@ class Counters:
     runs_cancelled: int = 0
     runs_failed: int = 0
     resets: int = 0
+    loads: int = 0
+    loads_joined: int = 0
+    loads_failed: int = 0
+    load_timeouts: int = 0
+    pages_loaded: int = 0
+    stores: int = 0
+    stores_failed: int = 0
+    stores_refused: int = 0
+    pages_stored: int = 0
     leases_dropped_unclosed: int = 0
     background_failures: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """A snapshot of a cache. `pools`: per component, of the device tier."""
+    """A snapshot of a cache. `pools`: per component, of the device tier; `host`: of the host tier
+    (empty without one)."""
 
     pools: dict[str, PoolStats]
+    host: dict[str, PoolStats]
     num_nodes: int
     num_leases: int
     num_queued: int
@@ -66,5 +86,6 @@ class CacheStats:
     @property
     def hit_rate(self) -> float:
         """Share of the requested prompt tokens that were not computed."""
-        requested = self.counters.tokens_requested
-        return self.counters.tokens_hit_device / requested if requested else 0.0
+        counters = self.counters
+        reused = counters.tokens_hit_device + counters.tokens_hit_host
+        return reused / counters.tokens_requested if counters.tokens_requested else 0.0

@@ -63,6 +63,10 @@ def _check_node(tree: RadixTree, node: Node, faults: list[str]) -> None:
         child.data[BASE].value is not None for child in node.children.values()
     ):
         fail(f"counts {node.device_children} children on the device")
+    if node.host_children != sum(
+        child.data[BASE].host_value is not None for child in node.children.values()
+    ):
+        fail(f"counts {node.host_children} children on the host")
     if node.live_children != sum(_is_live(child) for child in node.children.values()):
         fail(f"counts {node.live_children} live children")
     if not _is_live(node) and not node.children and not base.lock_ref and not base.host_lock_ref:
@@ -132,6 +136,17 @@ def _check_leaf_sets(tree: RadixTree, nodes: list[Node], faults: list[str]) -> N
                 faults.append(f"{node!r} stands in the {tier.value} order under an old rank")
 
 
+    mirrors = list(tree.leaves.mirrors)
+    wanted = {node for node in nodes if _is_spare_mirror(tree, node)}
+    if set(mirrors) != wanted or len(mirrors) != len(tree.leaves.mirrors):
+        faults.append(f"the mirrors are {mirrors}, they should be {wanted}")
+    faults += [
+        f"{node!r} stands in the order of mirrors under an old rank"
+        for node in mirrors
+        if not tree.leaves.mirrors.is_in_place(node)
+    ]
+
+
 def _check_locks(tree: RadixTree, nodes: list[Node], faults: list[str]) -> None:
     """The base's locks equal the receipts that are out: of the device for the whole path, of the
     host for a span."""
@@ -197,4 +212,16 @@ def _is_host_leaf(node: Node) -> bool:
         and not base.lock_ref
         and not base.host_lock_ref
         and not any(_is_live(child) for child in node.children.values())
+    )
+
+
+def _is_spare_mirror(tree: RadixTree, node: Node) -> bool:
+    base = node.data[BASE]
+    return (
+        base.value is not None
+        and base.host_value is not None
+        and not base.host_lock_ref
+        and base.pending is None
+        and not any(child.data[BASE].host_value is not None for child in node.children.values())
+        and (base.stored or tree.leaves.mirrors_are_spare)
     )

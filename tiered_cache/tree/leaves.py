@@ -15,6 +15,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from tiered_cache.tree.node import BASE
+from tiered_cache.tree.order import MirrorOrder
+from tiered_cache.tree.policies import recency
 from tiered_cache.types import Tier
 
 if TYPE_CHECKING:
@@ -31,13 +33,27 @@ were touched."""
 
 
 class LeafSets:
-    """The leaves of the device and of the host, each in its policy's order."""
+    """The leaves of the device and of the host, each in its policy's order, and the mirrors: host
+    copies that can be given up without losing anything (semantics §8.3).
 
-    __slots__ = ("_root", "_unsettled", "device", "host")
+    `mirrors_are_spare`: the device copy is enough, because it is copied again before it goes (the
+    write_back policy); otherwise a mirror is spare only when storage is believed to have it.
+    """
 
-    def __init__(self, device: EvictionPolicy, host: EvictionPolicy, root: Node) -> None:
+    __slots__ = ("_root", "_unsettled", "device", "host", "mirrors", "mirrors_are_spare")
+
+    def __init__(
+        self,
+        device: EvictionPolicy,
+        host: EvictionPolicy,
+        root: Node,
+        *,
+        mirrors_are_spare: bool = False,
+    ) -> None:
         self.device = device
         self.host = host
+        self.mirrors = MirrorOrder(recency)
+        self.mirrors_are_spare = mirrors_are_spare
         self._root = root
         self._unsettled: list[Node] = []
 
@@ -56,6 +72,9 @@ class LeafSets:
         if data.queue is not wanted:
             data.queue = wanted
             self.touch(node)
+        elif data.host_value is not None or data.mirror_rank >= 0:
+            # It may have become a mirror, or ceased to be one.
+            self.touch(node)
 
     def touch(self, node: Node) -> None:
         """A node's place, or what its rank is made of, has changed."""
@@ -71,6 +90,8 @@ class LeafSets:
         for node in self._unsettled:
             data = node.data[BASE]
             data.unsettled = False
+            if data.host_value is not None or data.mirror_rank >= 0:
+                self._settle_mirror(node)
             queue, listed = data.queue, data.listed
             if queue is listed:
                 if listed is not None:
@@ -82,6 +103,31 @@ class LeafSets:
                 queue.insert(node)
             data.listed = queue
         self._unsettled.clear()
+
+    def is_spare_mirror(self, node: Node) -> bool:
+        """Whether the node's host copy can be given up without losing anything."""
+        data = node.data[BASE]
+        return (
+            data.value is not None
+            and data.host_value is not None
+            and data.host_lock_ref == 0
+            and data.pending is None
+            and node.host_children == 0
+            and (data.stored or self.mirrors_are_spare)
+        )
+
+    def _settle_mirror(self, node: Node) -> None:
+        is_listed = node.data[BASE].mirror_rank >= 0
+        if self.is_spare_mirror(node):
+            (self.mirrors.move if is_listed else self.mirrors.insert)(node)
+        elif is_listed:
+            self.mirrors.remove(node)
+
+    def first_mirror(self) -> Node | None:
+        """The host copy to give up next, of those that can be spared."""
+        if self._unsettled:
+            self.settle()
+        return self.mirrors.first()
 
     def first(self, tier: Tier) -> Node | None:
         """The next victim, or None."""

@@ -20,7 +20,10 @@ class ComponentData:
     read-only and own their memory. `stamp`: last access, by the tree's operation counter. `queue`:
     the eviction order that the part belongs in, if any; `listed`: the one it stands in until the
     orders are settled, `unsettled` meanwhile; `rank`: where in it.
-    `stored`: a belief that storage has it (semantics §8.4).
+    `stored`: a belief that storage has it (semantics §8.4). `pending`: the transfer that is
+    bringing it to the tier where it is missing, if any (semantics §9.2); what holds the device
+    value is stored, what has only a host value is loaded, so there is one at most.
+    `mirror_rank`: where it stands in the order of mirrors (−1: not in it).
     """
 
     __slots__ = (
@@ -28,6 +31,8 @@ class ComponentData:
         "host_value",
         "listed",
         "lock_ref",
+        "mirror_rank",
+        "pending",
         "queue",
         "rank",
         "stamp",
@@ -47,6 +52,8 @@ class ComponentData:
         self.rank = -1
         self.unsettled = False
         self.stored = False
+        self.pending: object | None = None
+        self.mirror_rank = -1
 
 
 class Node:
@@ -54,8 +61,8 @@ class Node:
 
     `key`: the edge's tokens as bytes (see `RadixKey.data`); `end`: absolute depth of its last token
     + 1, which no split ever changes; `child_key`: the key under which it hangs in
-    `parent.children`. `device_children`, `live_children`: how many children have a base value on
-    the device, and on any tier; they make the leaf predicates O(1).
+    `parent.children`. `device_children`, `host_children`, `live_children`: how many children have
+    a base value on the device, on the host, and on any tier; they make the leaf predicates O(1).
     """
 
     __slots__ = (
@@ -67,6 +74,7 @@ class Node:
         "device_children",
         "end",
         "hit_count",
+        "host_children",
         "key",
         "live_children",
         "namespace",
@@ -96,6 +104,7 @@ class Node:
         self.priority = priority
         self.children: dict[bytes, Node] = {}
         self.device_children = 0
+        self.host_children = 0
         self.live_children = 0
         self.hit_count = 0
         self.page_keys: list[bytes] | None = None

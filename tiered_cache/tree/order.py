@@ -32,7 +32,8 @@ class Order:
     """Nodes sorted by `rank`, which must differ for any two nodes.
 
     A node stays where its rank was when it was last inserted or moved, so a rank may change before
-    `move` is called. A node stands in one order at most (`rank` of its base data).
+    `move` is called. The rank under which it stands is kept in its base data (`rank`), so it is in
+    one order at most; an order beside that keeps it elsewhere (`stand`, `standing`).
     """
 
     __slots__ = ("_lasts", "_nodes", "_rank", "_ranks", "_size", "_spare")
@@ -45,8 +46,19 @@ class Order:
         self._spare: deque[tuple[list[int], list[Node]]] = deque()
         self._size = 0
 
+    @staticmethod
+    def stand(node: Node, rank: int) -> None:
+        """Keep the rank under which the node stands from now on."""
+        node.data[BASE].rank = rank
+
+    @staticmethod
+    def standing(node: Node) -> int:
+        """The rank under which the node stands."""
+        return node.data[BASE].rank
+
     def insert(self, node: Node) -> None:
-        rank = node.data[BASE].rank = self._rank(node)
+        rank = self._rank(node)
+        self.stand(node, rank)
         self._size += 1
         lasts = self._lasts
         if not lasts:
@@ -76,7 +88,7 @@ class Order:
 
     def move(self, node: Node) -> None:
         """Put a node where its rank belongs now."""
-        if self._rank(node) != node.data[BASE].rank:
+        if self._rank(node) != self.standing(node):
             self.remove(node)
             self.insert(node)
 
@@ -85,11 +97,11 @@ class Order:
 
     def is_in_place(self, node: Node) -> bool:
         """Whether the node stands under the rank that it has now (for the checker)."""
-        return node in self and bool(node.data[BASE].rank == self._rank(node))
+        return node in self and self.standing(node) == self._rank(node)
 
     def _find(self, node: Node) -> tuple[int, int]:
         """Chunk and place of a node that is in the order."""
-        rank = node.data[BASE].rank
+        rank = self.standing(node)
         at = bisect_left(self._lasts, rank)
         return at, bisect_left(self._ranks[at], rank)
 
@@ -137,7 +149,7 @@ class Order:
         return chain.from_iterable(self._nodes)
 
     def __contains__(self, node: Node) -> bool:
-        rank = node.data[BASE].rank
+        rank = self.standing(node)
         if not self._lasts or rank > self._lasts[-1]:
             return False
         at, place = self._find(node)
@@ -145,3 +157,21 @@ class Order:
 
     def __len__(self) -> int:
         return self._size
+
+
+class MirrorOrder(Order):
+    """The order of nodes that are on both tiers; they may stand in that of the leaves besides."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def stand(node: Node, rank: int) -> None:
+        node.data[BASE].mirror_rank = rank
+
+    @staticmethod
+    def standing(node: Node) -> int:
+        return node.data[BASE].mirror_rank
+
+    def remove(self, node: Node) -> None:
+        super().remove(node)
+        node.data[BASE].mirror_rank = -1

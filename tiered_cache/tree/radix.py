@@ -29,6 +29,7 @@ from tiered_cache.tree.components.base import (
 from tiered_cache.tree.leaves import LeafSets
 from tiered_cache.tree.locks import Receipt, ReceiptBook
 from tiered_cache.tree.node import BASE, ComponentData, Node
+from tiered_cache.tree.plans import Pinned, RoomPlan
 from tiered_cache.tree.policies import EvictionPolicy, make_policy
 from tiered_cache.types import (
     Boundary,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from tiered_cache.observe import Observer
+    from tiered_cache.tree.plans import Piece
 
 DEVICE: Final = Tier.DEVICE  # looking an enum member up costs as much as a tree step
 
@@ -63,6 +65,8 @@ class RadixTree:
         policy, host_policy: which leaf goes first, on the device and on the host: a name (lru, lfu,
             fifo, mru, filo, priority, slru), or what makes an `EvictionPolicy` of your own.
         observers: told of every residency gained or lost.
+        mirrors_are_spare: a host copy beside a device copy may go at any time, because the device's
+            is copied again before it goes (the write_back policy, 8.3).
     """
 
     def __init__(
@@ -72,6 +76,8 @@ class RadixTree:
         policy: str | Callable[[], EvictionPolicy] = "lru",
         host_policy: str | Callable[[], EvictionPolicy] = "lru",
         observers: Sequence[Observer] = (),
+        *,
+        mirrors_are_spare: bool = False,
     ) -> None:
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, not {page_size}")
@@ -95,6 +101,7 @@ class RadixTree:
         self.growth = 0
         """Rises whenever there may be more to match on the device than before."""
         self._policies = (policy, host_policy)
+        self._mirrors_are_spare = mirrors_are_spare
         self._debris: list[Node] = []
         self._plant()
 
@@ -102,7 +109,9 @@ class RadixTree:
         self.root = Node(b"", b"", 0, None, DEFAULT_NAMESPACE, self._new_data(0))
         self.num_nodes = 0
         device, host = (make_policy(policy) for policy in self._policies)
-        self.leaves = LeafSets(device, host, self.root)
+        self.leaves = LeafSets(
+            device, host, self.root, mirrors_are_spare=self._mirrors_are_spare
+        )
         for index, component in enumerate(self.components):
             component.bind(index, self.page_size, self.leaves, self.observers)
 
@@ -147,9 +156,11 @@ class RadixTree:
             component.touch(used, stamp)
         return MatchResult(device, device_length, best, best_length, depth, self)
 
-    def match_deeper(self, receipt: Receipt, key: RadixKey, limit: int) -> Boundary | None:
-        """The deepest device boundary of `key[:limit]` below a held one, or None: what others have
-        published since.
+    def match_deeper(
+        self, receipt: Receipt, key: RadixKey, limit: int, *, device_only: bool = True
+    ) -> Boundary | None:
+        """The deepest boundary of `key[:limit]` below a held one, or None: what others have
+        published since, or what a load could bring.
 
         Dates nothing: whoever takes it calls `count_hits`.
         """
@@ -159,7 +170,7 @@ class RadixTree:
         if not path:
             return None
         path = self._path_to(receipt.node)[::-1] + path
-        agreed = self._deepest(path, len(path), depth, True)
+        agreed = self._deepest(path, len(path), depth, device_only)
         node, depth = (path[-1], depth) if agreed == len(path) else self._end(path, agreed)
         return Boundary(node, depth) if depth > receipt.depth else None
 
@@ -582,6 +593,27 @@ class RadixTree:
                 drive(self, pages, eviction)
         return eviction.result()
 
+    def plan_room(self, component: int, num_pages: int) -> RoomPlan:
+        """Victims that must be copied to the host before so many pages of a component can be given
+        up without losing anything, in policy order (7.3). Changes nothing.
+
+        Only leaves are looked at: what becomes one when they have gone is the next round's.
+        """
+        victims: list[Boundary] = []
+        count = backed = 0
+        for node in self.leaves.in_order(DEVICE):
+            if count + backed >= num_pages:
+                break
+            data = node.data[component]
+            if data.value is None:
+                continue
+            if node.data[BASE].host_value is not None:
+                backed += len(data.value)
+            else:
+                victims.append(Boundary(node, node.end))
+                count += len(data.value)
+        return RoomPlan(victims, count + backed)
+
     def evict_device_leaf(self, node: Node, eviction: Eviction) -> bool:
         """Demote a device leaf that the host backs; drop another (7.3).
 
@@ -649,6 +681,52 @@ class RadixTree:
             stack.extend(node.children.values())
 
     # --- transfers --------------------------------------------------------------------------------
+
+    def plan_transfer(
+        self, boundary: Boundary, component: int, target: Tier, start: int = 0
+    ) -> list[Piece]:
+        """What the path to `boundary` lacks on `target` from `start` on and can be brought, root
+        first; cuts the path where the boundary is.
+
+        Raises:
+            StaleError: the boundary's node is gone.
+        """
+        path = self._path_to(self.cut(boundary))[::-1]
+        return self.components[component].build_hicache_transfers(path, start, target)
+
+    def pin_transfer(
+        self, boundary: Boundary, start: int, component: int, target: Tier, transfer: object
+    ) -> Pinned:
+        """Hold what `transfer` names: its path on the device, its source on the host if it is
+        there; and have its nodes say that it is pending (9.2)."""
+        receipt = self.inc_lock_ref(boundary)
+        source = self.inc_host_lock_ref(boundary, start) if target is DEVICE else None
+        pinned = Pinned(component, start, receipt, source)
+        self._mark(pinned, transfer)
+        return pinned
+
+    def unpin_transfer(self, pinned: Pinned) -> None:
+        """The transfer has ended; what it brought was committed before."""
+        self._mark(pinned, None)
+        if pinned.source is not None:
+            self.dec_host_lock_ref(pinned.source)
+        self.dec_lock_ref(pinned.receipt)
+
+    def _mark(self, pinned: Pinned, transfer: object | None) -> None:
+        node: Node | None = pinned.receipt.node
+        while node is not None and node.parent is not None and node.end > pinned.start:
+            node.data[pinned.component].pending = transfer
+            self.leaves.refresh(node)
+            node = node.parent
+
+    def is_on_device(self, node: Node, depth: int) -> bool:
+        """Whether the path to `node` is on the device up to `depth`, where one of its nodes
+        ends."""
+        current: Node | None = node
+        while current is not None and current.end > depth:
+            current = current.parent
+        assert current is not None, "the root ends at 0"
+        return current is self.root or current.data[BASE].value is not None
 
     def commit_transfer(
         self, boundary: Boundary, component: int, tier: Tier, ids: PageIds

@@ -14,6 +14,7 @@ import numpy as np
 from numpy import frombuffer
 
 from tiered_cache.observe import Event, EventKind
+from tiered_cache.tree.plans import Piece
 from tiered_cache.types import ComponentId, EvictResult, PageIds, Tier
 
 if TYPE_CHECKING:
@@ -242,6 +243,37 @@ class TreeComponent(ABC):
         released."""
 
     # --- transfer ---------------------------------------------------------------------------------
+
+    def build_hicache_transfers(
+        self, path: Sequence[Node], start: int, target: Tier
+    ) -> list[Piece]:
+        """What `path` (root first) lacks on `target` from `start` on, and another tier has or is
+        bringing; root first, consecutive pages in one piece.
+
+        Ends where neither is the case. As it stands here, for components with an id per page.
+        """
+        pieces: list[Piece] = []
+        parts: list[PageIds] = []
+        for node in path:
+            data = node.data[self.index]
+            there, source = data.value, data.host_value
+            if target is Tier.HOST:
+                there, source = source, there
+            if node.end <= start or there is not None:
+                continue
+            pending = data.pending
+            if pending is None and source is None:
+                break
+            last = pieces[-1] if pieces else None
+            if last is None or last.stop != node.start or last.pending is not pending:
+                last = Piece(node.start, node.end, None, pending)
+                pieces.append(last)
+                parts = []
+            if pending is None:
+                assert source is not None, "looked at above"
+                parts.append(source)
+            pieces[-1] = Piece(last.start, node.end, join(parts) if parts else None, pending)
+        return pieces
 
     @abstractmethod
     def commit_hicache_transfer(self, nodes: Sequence[Node], tier: Tier, ids: PageIds) -> PageIds:

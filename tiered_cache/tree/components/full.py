@@ -64,7 +64,7 @@ class FullComponent(TreeComponent):
             data = node.data[index]
             if data.stamp != stamp:
                 data.stamp = stamp
-                if data.queue is not None:
+                if data.queue is not None or data.mirror_rank >= 0:
                     self.leaves.touch(node)
 
     # --- insert -----------------------------------------------------------------------------------
@@ -123,6 +123,7 @@ class FullComponent(TreeComponent):
         upper, lower = parent.data[self.index], child.data[self.index]
         upper.lock_ref, upper.host_lock_ref = lower.lock_ref, lower.host_lock_ref
         upper.stamp, upper.stored = lower.stamp, lower.stored
+        upper.pending = lower.pending
         if lower.value is not None:
             upper.value, lower.value = own(lower.value[:num_pages]), own(lower.value[num_pages:])
             parent.device_children = 1
@@ -131,6 +132,7 @@ class FullComponent(TreeComponent):
                 own(lower.host_value[:num_pages]),
                 own(lower.host_value[num_pages:]),
             )
+            parent.host_children = 1
         parent.live_children = int(lower.value is not None or lower.host_value is not None)
 
     # --- eviction ---------------------------------------------------------------------------------
@@ -145,6 +147,9 @@ class FullComponent(TreeComponent):
         self._drive(tree.evict_device_leaf, DEVICE, need, eviction)
 
     def drive_host_eviction(self, tree: RadixTree, need: int, eviction: Eviction) -> None:
+        counts, index = eviction.counts, self.index
+        while counts[index] < need and (node := self.leaves.first_mirror()) is not None:
+            self.evict_component(node, Tier.HOST, eviction)
         self._drive(tree.evict_host_leaf, Tier.HOST, need, eviction)
 
     def _drive(
@@ -277,9 +282,10 @@ class FullComponent(TreeComponent):
             self.device.credit(len(ids), data.lock_ref)
         else:
             data.host_value = ids
+            parent.host_children += 1
             self.host.credit(len(ids), data.host_lock_ref)
         self.leaves.refresh(node)
-        if parent.data[self.index].queue is not None:
+        if parent.data[self.index].queue is not None or tier is not DEVICE:
             self.leaves.refresh(parent)
         if self.observers.listening:
             self.tell(EventKind.STORED, tier, node)
@@ -295,11 +301,16 @@ class FullComponent(TreeComponent):
         else:
             ids, data.host_value = data.host_value, None
             assert ids is not None, "callers have looked"
+            parent.host_children -= 1
             self.host.credit(-len(ids), data.host_lock_ref)
         if data.value is None and data.host_value is None:
             parent.live_children -= 1
         self.leaves.refresh(node)
-        if parent.live_children == 0 or parent.device_children == 0:
+        if (
+            parent.live_children == 0
+            or parent.device_children == 0
+            or (parent.host_children == 0 and tier is not DEVICE)
+        ):
             self.leaves.refresh(parent)
         if self.observers.listening:
             self.tell(EventKind.REMOVED, tier, node)

@@ -218,7 +218,8 @@ class DeterministicLoop(asyncio.BaseEventLoop):
             self._jump()
         self._turn += 1
         if self._turn > self._max_turns:
-            raise RuntimeError(f"no end after {self._max_turns} turns:\n{self._who_waits()}")
+            self._max_turns += self._turn  # to clean up
+            raise RuntimeError(f"no end after {self._turn - 1} turns:\n{self._who_waits()}")
         self._add_due()
         batch = self._drawn_order()
         try:
@@ -509,6 +510,10 @@ class _NumberedTask(asyncio.Task[Any]):
             label = getattr(work, "__qualname__", type(work).__qualname__)
             options["name"] = f"{label}-{self._number}"
         super().__init__(work, loop=loop, **options)
+
+    def set_name(self, name: object, /) -> None:
+        if name is not None:  # as Python 3.13.0 passes on a name that was not given
+            super().set_name(name)
 
     def __hash__(self) -> int:
         return self._number

@@ -9,6 +9,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
+from tiered_cache import build as parts_of
 from tiered_cache.build import build, size_stack
 from tiered_cache.config import Config, ModelConfig, load_config
 from tiered_cache.config.schema import EvictionPolicyName
@@ -21,6 +22,8 @@ from tiered_cache.tree.policies import RANKS
 from tiered_cache.types import ComponentId
 
 MODEL = {"dtype": "float32", "num_layers": 2, "num_kv_heads": 1, "head_dim": 4}
+FULL, OTHER = ComponentId("full"), ComponentId("other")
+POOL = PoolSpec("k", FULL, (0,), (4,), "float32", 16)
 PAGE_BYTES = 2 * 2 * 4 * 4 * 16  # k and v, layers, elements, bytes, tokens
 
 
@@ -104,6 +107,122 @@ def test_a_machine_without_the_memory_says_so(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(torch, "zeros", refuse)
     assert "device.tokens: the machine refused 4,096 bytes on cpu" in refusal(config())
+
+
+# --- The host tier ----------------------------------------------------------------------------
+
+ROW_BYTES = 4096  # 512 of header room, 1,024 of state, padding
+
+
+@pytest.mark.parametrize(
+    ("host", "num_pages"),
+    [
+        ({"tokens": 79}, 4),
+        ({"size": ROW_BYTES}, 1),
+        ({"size": 3 * ROW_BYTES - 1}, 2),
+        ({"size": "1MiB"}, 256),
+    ],
+)
+def test_a_host_budget_becomes_whole_rows(host: dict[str, Any], num_pages: int) -> None:
+    """Header room and padding are inside the budget: a row is what a page takes there."""
+    sizing = size_stack(config(host=host))
+    assert sizing.row_layout(FULL).stride == ROW_BYTES
+    assert sizing.host_pages == {"full": num_pages}
+    assert sizing.host_bytes == num_pages * ROW_BYTES
+    assert sizing.num_pages == {"full": 4}
+    assert sizing.device_bytes == 4 * PAGE_BYTES
+
+
+def test_without_a_host_section_there_are_no_host_pages() -> None:
+    """Absent means no second tier."""
+    sizing = size_stack(config())
+    assert (sizing.host_pages, sizing.host_bytes) == (None, 0)
+
+
+def test_two_components_share_the_host_by_their_rows(wrong: Wrong) -> None:
+    """Each gets the same number of pages, whatever one of its rows takes."""
+    large = PoolSpec("l", OTHER, (0, 1), (64,), "float32", 16)  # 8,192 bytes of state
+    plan = (ComponentSpec(FULL, "full"), ComponentSpec(OTHER, "full")), (POOL, large)
+    wrong.result = StackPlan(*plan)
+    given = config(model={**MODEL, "strategy": "wrong"}, host={"size": 5 * (4096 + 12288)})
+    sizing = size_stack(given)
+    assert sizing.host_pages == {"full": 5, "other": 5}
+    assert sizing.host_bytes == 5 * (4096 + 12288)
+
+
+@pytest.mark.parametrize(
+    ("host", "message"),
+    [
+        (
+            "size: 4095",
+            r"yaml:4:9: host\.size: is too small for one page \(one page of 16 tokens takes 4,096",
+        ),
+        ("tokens: 15", r"yaml:4:11: host\.tokens: is too small for one page \(write at least"),
+        ("tokens: 99999999999", r"yaml:4:11: host\.tokens: is too large \(at most 2,147,483,647"),
+        ("size: 1024TiB", r"yaml:4:9: host\.size: is too large \(at most 2,147,483,647 pages"),
+    ],
+)
+def test_a_host_budget_that_no_tier_can_have_names_its_line(
+    tmp_path: Path, host: str, message: str
+) -> None:
+    """As for the device; both tiers are reported at once."""
+    path = tmp_path / "cache.yaml"
+    model = "{dtype: float32, num_layers: 2, num_kv_heads: 1, head_dim: 4}"
+    path.write_text(f"model: {model}\ndevice: {{tokens: 1}}\nhost:\n  {host}\n")
+    with pytest.raises(ConfigError, match=message) as caught:
+        size_stack(load_config(path, environ={}))
+    assert caught.value.problems[0].key == "device.tokens"
+
+
+@pytest.mark.parametrize(
+    ("sections", "available", "message"),
+    [
+        (
+            {"host": {"size": 5 * ROW_BYTES}},
+            4 * PAGE_BYTES + 3 * ROW_BYTES,
+            "host.size: the host tier takes 20,480 bytes, and the device tier 4,096 beside it; "
+            "16,384 are left (write at most size: 12288)",
+        ),
+        (
+            {"host": {"tokens": 80}},
+            4 * PAGE_BYTES + 5 * ROW_BYTES - 1,
+            "host.tokens: the host tier takes 20,480 bytes, and the device tier 4,096 beside it; "
+            "24,575 are left (write at most tokens: 64)",
+        ),
+        (
+            {"host": {"tokens": 80}},
+            100,
+            "host.tokens: the host tier takes 20,480 bytes, and the device tier 4,096 beside it; "
+            "100 are left (write less for the device, or take the host section out)",
+        ),
+    ],
+)
+def test_a_host_tier_larger_than_the_machine_is_refused(
+    monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], available: int, message: str
+) -> None:
+    """Before anything is made: memory that is only promised kills the process when touched."""
+    monkeypatch.setattr(parts_of, "available_bytes", lambda: available)
+    assert refusal(config(**sections)) == message
+
+
+def test_a_host_tier_that_just_fits_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the byte; and where nobody says how much is left, nothing is refused."""
+    for available in (4 * PAGE_BYTES + 5 * ROW_BYTES, None):
+        monkeypatch.setattr(parts_of, "available_bytes", lambda value=available: value)
+        build(config(host={"tokens": 80}))
+    # The user's own tensors are there already.
+    monkeypatch.setattr(parts_of, "available_bytes", lambda: 5 * ROW_BYTES)
+    build(config(device={}, host={"tokens": 80}), device_pools=own_tensors(5))
+
+
+def test_without_a_host_tier_no_file_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`build` may then be called on the event loop."""
+
+    def never() -> int:
+        raise AssertionError("read")
+
+    monkeypatch.setattr(parts_of, "available_bytes", never)
+    build(config())
 
 
 # --- The user's tensors -----------------------------------------------------------------------
@@ -202,10 +321,6 @@ def wrong() -> Iterator[Wrong]:
     unregister = register_stack_strategy(strategy)
     yield strategy
     unregister()
-
-
-FULL, OTHER = ComponentId("full"), ComponentId("other")
-POOL = PoolSpec("k", FULL, (0,), (4,), "float32", 16)
 
 
 @pytest.mark.parametrize(

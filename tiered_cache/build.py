@@ -17,16 +17,19 @@ from tiered_cache.config.schema import MAX_BYTES, MAX_BYTES_TEXT
 from tiered_cache.errors import ConfigError, ConfigProblem
 from tiered_cache.pools.allocator import PageAllocator
 from tiered_cache.pools.device import DevicePools
-from tiered_cache.pools.spec import page_bytes
+from tiered_cache.pools.memory import available_bytes
+from tiered_cache.pools.spec import page_bytes, row_layout
 from tiered_cache.strategies.registry import select_strategy
 from tiered_cache.tree.components.full import FullComponent
 from tiered_cache.tree.radix import RadixTree
+from tiered_cache.types import Tier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from tiered_cache.config import Config
+    from tiered_cache.config import Config, DeviceConfig, HostConfig
     from tiered_cache.observe import Observer
+    from tiered_cache.pools.spec import RowLayout
     from tiered_cache.strategies.base import StackPlan
     from tiered_cache.tree.components.base import TreeComponent
     from tiered_cache.types import ComponentId
@@ -40,18 +43,36 @@ MAX_PAGES: Final = int(np.iinfo(np.int32).max)
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """What a configuration comes to: the stack, and the device's pages per component.
+    """What a configuration comes to: the stack, and the pages of each tier per component.
 
-    `num_pages` is None when the configuration sets no budget: the caller's tensors define it.
+    `num_pages`, of the device, is None when the configuration sets no budget: the caller's tensors
+    define it. `host_pages` is None when there is no host tier.
     """
 
     stack: StackPlan
     page_size: int
     num_pages: Mapping[ComponentId, int] | None
+    host_pages: Mapping[ComponentId, int] | None
 
     def page_bytes(self, component: ComponentId) -> int:
-        """Bytes of one page of a component: all its pools, all layers."""
+        """Bytes of one page of a component on the device: all its pools, all layers."""
         return page_bytes(self.stack.pools, component)
+
+    def row_layout(self, component: ComponentId) -> RowLayout:
+        """How a page of a component lies in the host tier; its stride is the bytes it takes."""
+        return row_layout(self.stack.pools_of(component))
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of all device pools; 0 when the caller's tensors define them."""
+        pages = self.num_pages or {}
+        return sum(count * self.page_bytes(component) for component, count in pages.items())
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of all host rows; 0 without a host tier."""
+        pages = self.host_pages or {}
+        return sum(count * self.row_layout(component).stride for component, count in pages.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +94,8 @@ def build(
 ) -> Parts:
     """Makes the parts of a cache.
 
+    With a host tier it reads how much memory is left, from files: not for the event loop's thread.
+
     Args:
         config: what `load_config` returned.
         device_pools: the user's own tensors (see `DevicePools`); they define the page count.
@@ -83,6 +106,8 @@ def build(
     """
     sizing = size_stack(config)
     problems = list(_device_problems(config, sizing, brings_tensors=device_pools is not None))
+    if sizing.host_pages is not None:
+        problems += memory_problems(config, sizing, available_bytes())
     if problems:
         raise ConfigError(problems)
     components = tuple(COMPONENT_KINDS[part.kind](part.id) for part in sizing.stack.components)
@@ -102,9 +127,10 @@ def build(
 
 
 def size_stack(config: Config) -> Sizing:
-    """Which components and pools the model needs, and how many pages the budget buys.
+    """Which components and pools the model needs, and how many pages each tier's budget buys.
 
-    Bytes are shared so that all components get the same number of pages.
+    Bytes are shared so that all components get the same number of pages. On the host a page takes
+    a row, with its header room and padding.
 
     Raises:
         ConfigError: no strategy fits, or the budget holds not even one page.
@@ -116,33 +142,62 @@ def size_stack(config: Config) -> Sizing:
     problems = list(_stack_problems(config, stack))
     if problems:
         raise ConfigError(problems)
-    return Sizing(stack, config.page_size, _num_pages(config, stack))
+    device_page = sum(pool.page_bytes for pool in stack.pools)
+    if device_page > MAX_BYTES:
+        message = f"one page of {config.page_size:,} tokens takes {device_page:,} bytes"
+        raise ConfigError([config.problem("model", message, f"the most is {MAX_BYTES_TEXT}")])
+    ids = [component.id for component in stack.components]
+    host_page = sum(row_layout(stack.pools_of(component)).stride for component in ids)
+    device = _num_pages(config.device, config.page_size, device_page)
+    host = _num_pages(config.host, config.page_size, host_page)
+    problems = [
+        *_budget_problems(config, Tier.DEVICE, device, device_page),
+        *_budget_problems(config, Tier.HOST, host, host_page),
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return Sizing(
+        stack,
+        config.page_size,
+        num_pages=None if device is None else dict.fromkeys(ids, device),
+        host_pages=None if host is None else dict.fromkeys(ids, host),
+    )
 
 
-def _num_pages(config: Config, stack: StackPlan) -> dict[ComponentId, int] | None:
-    device, one_page = config.device, sum(pool.page_bytes for pool in stack.pools)
-    if one_page > MAX_BYTES:
-        message = f"one page of {config.page_size:,} tokens takes {one_page:,} bytes"
-        raise ConfigError(
-            [config.problem("model", message, f"at most {MAX_BYTES_TEXT} can be used")]
-        )
-    if device.size is not None:
-        key, count = "size", device.size // one_page
-        hint = f"one page of {config.page_size} tokens takes {one_page:,} bytes: write more"
-    elif device.tokens is not None:
-        key, count = "tokens", device.tokens // config.page_size
-        hint = f"write at least page_size ({config.page_size})"
-    else:
-        return None
-    if count < 1:
-        raise ConfigError([config.problem(f"device.{key}", "is too small for one page", hint)])
-    if count > MAX_PAGES:
+def _num_pages(
+    budget: DeviceConfig | HostConfig | None, page_size: int, page_bytes: int
+) -> int | None:
+    """What a tier's budget buys; None when there is none."""
+    if budget is not None and budget.size is not None:
+        return budget.size // page_bytes
+    if budget is not None and budget.tokens is not None:
+        return budget.tokens // page_size
+    return None
+
+
+def _budget_problems(
+    config: Config, tier: Tier, num_pages: int | None, page_bytes: int
+) -> Iterator[ConfigProblem]:
+    if num_pages is None:
+        return
+    key = budget_key(config, tier)
+    if num_pages < 1:
+        hint = f"one page of {config.page_size:,} tokens takes {page_bytes:,} bytes: write more"
+        if key.endswith("tokens"):
+            hint = f"write at least page_size ({config.page_size:,})"
+        yield config.problem(key, "is too small for one page", hint)
+    elif num_pages > MAX_PAGES:
         most = f"at most {MAX_PAGES:,} pages can be told apart; raise page_size"
-        raise ConfigError([config.problem(f"device.{key}", "is too large", most)])
-    if count * one_page > MAX_BYTES:
-        message = f"comes to {count * one_page:,} bytes"
-        raise ConfigError([config.problem(f"device.{key}", message, f"at most {MAX_BYTES_TEXT}")])
-    return {component.id: count for component in stack.components}
+        yield config.problem(key, "is too large", most)
+    elif num_pages * page_bytes > MAX_BYTES:
+        message = f"comes to {num_pages * page_bytes:,} bytes"
+        yield config.problem(key, message, f"the most is {MAX_BYTES_TEXT}")
+
+
+def budget_key(config: Config, tier: Tier) -> str:
+    """The setting that says how large a tier is."""
+    budget = config.device if tier is Tier.DEVICE else config.host
+    return f"{tier.value}.{'size' if budget is None or budget.size is not None else 'tokens'}"
 
 
 def _stack_problems(config: Config, stack: StackPlan) -> Iterator[ConfigProblem]:
@@ -177,10 +232,9 @@ def _device_problems(
     config: Config, sizing: Sizing, *, brings_tensors: bool
 ) -> Iterator[ConfigProblem]:
     device = config.device
-    budget = "size" if device.size is not None else "tokens"
     if brings_tensors and sizing.num_pages is not None:
         yield config.problem(
-            f"device.{budget}",
+            budget_key(config, Tier.DEVICE),
             "contradicts device_pools: the tensors given define the number of pages",
             "take it out",
         )
@@ -196,16 +250,42 @@ def _device_problems(
             yield config.problem("device.type", f"this machine has {has}", "write cpu")
 
 
+def memory_problems(
+    config: Config, sizing: Sizing, available: int | None
+) -> Iterator[ConfigProblem]:
+    """A host tier that this machine cannot hold, beside the device tier where that lives here too.
+
+    Said before anything is made: memory that is only promised is missed when it is touched, and
+    then the kernel kills the process.
+    """
+    taken = sizing.device_bytes if config.device.type == "cpu" else 0
+    if available is None or taken + sizing.host_bytes <= available:
+        return
+    beside = f", and the device tier {taken:,} beside it" if taken else ""
+    message = f"the host tier takes {sizing.host_bytes:,} bytes{beside}; {available:,} are left"
+    yield config.problem(
+        budget_key(config, Tier.HOST), message, _what_fits(config, sizing, available - taken)
+    )
+
+
+def _what_fits(config: Config, sizing: Sizing, num_bytes: int) -> str:
+    page = sum(sizing.row_layout(part.id).stride for part in sizing.stack.components)
+    if num_bytes < page:
+        less = "write less for the device, or " if config.device.type == "cpu" else ""
+        return f"{less}take the host section out"
+    if budget_key(config, Tier.HOST) == "host.tokens":
+        return f"write at most tokens: {num_bytes // page * config.page_size}"
+    return f"write at most size: {num_bytes // page * page}"
+
+
 def _make_pools(
     config: Config, sizing: Sizing, tensors: Mapping[str, Sequence[torch.Tensor]] | None
 ) -> DevicePools:
     try:
         return DevicePools(sizing.stack.pools, sizing.num_pages, config.device.type, tensors)
     except (MemoryError, RuntimeError) as error:  # torch says RuntimeError when memory is out
-        pages = sizing.num_pages or {}
-        total = sum(count * sizing.page_bytes(component) for component, count in pages.items())
-        key = "device.size" if config.device.size is not None else "device.tokens"
-        message = f"the machine refused {total:,} bytes on {config.device.type}"
+        message = f"the machine refused {sizing.device_bytes:,} bytes on {config.device.type}"
+        key = budget_key(config, Tier.DEVICE)
         raise ConfigError([config.problem(key, message, "write less")]) from error
 
 

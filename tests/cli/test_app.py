@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tiered_cache.cli import app
+from tiered_cache.cli import app, plan
 
 MODEL = (
     "model: {dtype: bfloat16, num_layers: 2, num_kv_heads: 3, head_dim: 64, "
@@ -93,17 +93,63 @@ def test_plan_shows_pools_tiers_and_rows(run: Any, write: Any) -> None:
     code, out, err = run("plan", path)
     assert (code, err) == (0, "")
     lines = [" ".join(line.split()) for line in out.splitlines()]
-    assert (
-        "some/model @ r7: 2 layers, bfloat16, pages of 16 tokens. All sizes are per rank." in lines
-    )
+    assert "some/model @ r7: 2 layers, bfloat16, pages of 16 tokens." in lines
     assert "full/k 3×64 bfloat16 a share 2 768 12,288" in lines
     assert "all 1,536 24,576" in lines
     assert "device cpu full 64 1,024 1.5 MiB" in lines
     assert "full 4 6,144 512 24,576 3,584 28,672 14.3%" in lines
 
 
-def test_plan_fits_into_eighty_columns(run: Any) -> None:
+def test_plan_shows_the_host_tier(run: Any, write: Any) -> None:
+    """Rows of 28,672 bytes for pages of 24,576; together with the device that is what is taken."""
+    path = write(f"{MODEL}device: {{tokens: 1024}}\nhost: {{size: 4MiB}}\n")
+    code, out, err = run("plan", path)
+    assert (code, err) == (0, "")
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "host memory full 146 2,336 3.992 MiB" in lines
+    assert "all 5.492 MiB" in lines
+    assert "Rows in bytes (how a page lies in the host tier)" in lines
+    assert "warning" not in out
+
+
+def test_warnings_about_the_host_tier(run: Any, write: Any) -> None:
+    """Sizes that make it useless, and a page size that wastes it."""
+    path = write(
+        "model: {dtype: int8, num_layers: 1, num_kv_heads: 1, head_dim: 4}\n"
+        "device: {tokens: 1024}\nhost: {tokens: 100, load_back_threshold: 97}\n"
+    )
+    for command in ("check", "plan"):
+        code, out, _ = run(command, path)
+        assert code == 0
+        assert [line for line in out.splitlines() if line.startswith("warning")] == [
+            "warning: host.tokens is not a multiple of page_size: 96 tokens are used",
+            "warning: host holds 96 tokens, fewer than the device (1,024): what the device evicts "
+            "would not fit",
+            "warning: host.load_back_threshold is 97, but no hit is longer than 96 tokens: nothing "
+            "would be loaded back",
+            "warning: 97% of the host tier would hold no state but the header room and padding of "
+            "its rows: a larger page_size wastes less",
+        ]
+
+
+def test_plan_warns_of_a_host_tier_that_this_machine_cannot_hold(
+    run: Any, write: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another machine may: no error here, and `check` says nothing."""
+    monkeypatch.setattr(plan, "available_bytes", lambda: 1_000_000)
+    path = write(f"{MODEL}device: {{tokens: 16}}\nhost: {{tokens: 1024}}\n")
+    code, out, _ = run("plan", path)
+    assert code == 0
+    assert out.splitlines()[-1] == (
+        f"warning: on this machine: {path}:3:16: host.tokens: the host tier takes 1,835,008 bytes, "
+        "and the device tier 24,576 beside it; 1,000,000 are left (write at most tokens: 544)"
+    )
+    assert "warning: on" not in run("check", path)[1]
+
+
+def test_plan_fits_into_eighty_columns(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is cut: the numbers are the point."""
+    monkeypatch.setattr(plan, "available_bytes", lambda: None)
     for path in sorted((Path(__file__).parents[2] / "configs").glob("*.yaml")):
         _, out, _ = run("plan", path)
         assert "…" not in out

@@ -36,6 +36,9 @@ NUMBERS: Final[dict[str, dict[str, Any]]] = {
     "run_threads": {},
     "device.size": {},
     "device.tokens": {},
+    "host.size": {},
+    "host.tokens": {},
+    "host.load_back_threshold": {"host": {"tokens": 64}},
     "model.num_layers": {},
     "model.num_kv_heads": {},
     "model.head_dim": {},
@@ -107,7 +110,8 @@ def test_what_is_no_number_is_refused_at_its_key(key: str) -> None:
         if value is None and key in ("device.size", "device.tokens", "model.v_head_dim"):
             size_stack(load_config(source, {}, {}))
         else:
-            is_refused_at(key, source, {}, {})
+            # A host tier without tokens lacks a size.
+            is_refused_at("host" if value is None and "host" in key else key, source, {}, {})
 
 
 @pytest.mark.parametrize(
@@ -363,7 +367,7 @@ ANYTHING = st.recursive(
 )
 
 
-@given(key=st.sampled_from([*NUMBERS, "model", "device", "mode", "check"]), value=ANYTHING)
+@given(key=st.sampled_from([*NUMBERS, "model", "device", "host", "mode", "check"]), value=ANYTHING)
 @settings(max_examples=500, deadline=None)
 def test_anything_anywhere_is_accepted_or_a_config_error(key: str, value: object) -> None:
     """Random values of random types, at every key."""

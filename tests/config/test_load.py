@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tiered_cache.config import Config, ModelConfig, load_config
+from tiered_cache.config import Config, HostConfig, ModelConfig, load_config
 from tiered_cache.errors import ConfigError, ConfigProblem
 
 MODEL = {"dtype": "float32", "num_layers": 2, "num_kv_heads": 1, "head_dim": 4}
@@ -44,6 +44,19 @@ def test_what_is_not_written_has_a_default(write: Any) -> None:
     assert (config.device.type, config.device.eviction_policy) == ("cpu", "lru")
     assert config.device.size is None
     assert config.device.tokens is None
+    assert config.host is None
+
+
+def test_a_host_section_turns_the_second_tier_on(write: Any) -> None:
+    """Its size is all that must be written; null takes it out again."""
+    path = write(f"{MODEL_YAML}host: {{size: 4GiB}}\n")
+    host = load(path).host
+    assert host == HostConfig(size=4 << 30)
+    assert (host.write_policy, host.eviction_policy) == ("write_through", "lru")
+    assert host.load_back_threshold == 1
+    assert load(path, environ={"TIERED_CACHE_HOST": "null"}).host is None
+    assert load(path, {"host": None}).host is None
+    assert load(path, {"mode": "off"}).host == host
 
 
 def test_default_file_environment_argument_in_this_order(write: Any) -> None:
@@ -148,9 +161,33 @@ def test_every_mistake_is_reported_at_once_with_its_place(write: Any) -> None:
     [
         ("pagesize: 16", "pagesize", "unknown key", "did you mean page_size?"),
         ("device: {page_size: 4}", "device.page_size", "unknown key", "belongs to the top level"),
-        ("tokens: 4096", "tokens", "unknown key", "belongs to device"),
+        ("tokens: 4096", "tokens", "unknown key", "belongs to device or host"),
+        ("write_policy: write_back", "write_policy", "unknown key", "belongs to host"),
+        ("device: {write_policy: x}", "device.write_policy", "unknown key", "belongs to host"),
         ("wheels: 4", "wheels", "unknown key", "the keys here are model, page_size, device"),
-        ("host: {size: 4GiB}", "host", "unknown key", "there is no host tier yet"),
+        ("host: {}", "host.size", "is required", "write size: 4GiB or tokens: 65536"),
+        ("host: {write_policy: write_back}", "host.size", "is required", "write size: 4GiB"),
+        ("host: {size: 1GB, tokens: 5}", "host.tokens", "says the same as size", "keep one of"),
+        ("host: true", "host", "must be a section of keys and values, not true or false", None),
+        ("host: {tokens: 5, pin: on}", "host.pin", "unknown key", "the keys here are size, tokens"),
+        (
+            "host: {tokens: 5, write_policy: writeback}",
+            "host.write_policy",
+            "no such choice",
+            "did you mean write_back?",
+        ),
+        (
+            "host: {tokens: 5, eviction_policy: LRU}",
+            "host.eviction_policy",
+            "no such choice",
+            "did you mean lru?",
+        ),
+        (
+            "host: {tokens: 5, load_back_threshold: 0}",
+            "host.load_back_threshold",
+            "must be 1 or more",
+            None,
+        ),
         ("storage: {backend: file}", "storage", "unknown key", "there is no storage tier yet"),
         ("page_size: -16", "page_size", "must be 1 or more", None),
         ("page_size: 16.0", "page_size", "must be a whole number, not a number with", None),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from tiered_cache.build import Sizing, size_stack
 from tiered_cache.config import Config, load_config
@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from rich.console import Console
+
+    from tiered_cache.config import HostConfig
 
 
 def check_config(path: Path, console: Console) -> None:
@@ -33,11 +35,43 @@ def warnings(config: Config, sizing: Sizing) -> Iterator[str]:
         yield "device has no size and no tokens: open needs device_pools, which define them"
     elif min(sizing.num_pages.values()) < 2:
         yield "device holds a single page: a request longer than that cannot be admitted"
-    tokens = config.device.tokens
-    if tokens is not None and tokens % config.page_size:
-        used = tokens // config.page_size * config.page_size
-        yield f"device.tokens is not a multiple of page_size: {used:,} tokens are used"
+    yield from _unused_tokens("device", config.device.tokens, config.page_size)
+    if config.host is not None:
+        yield from _host_warnings(config.host, sizing)
     if config.mode == "off":
         yield "mode is off: nothing is reused"
     if config.check:
         yield "check is on: for tests and bug hunts, about half the speed of the tree"
+
+
+def _unused_tokens(tier: str, tokens: int | None, page_size: int) -> Iterator[str]:
+    if tokens is not None and tokens % page_size:
+        used = tokens // page_size * page_size
+        yield f"{tier}.tokens is not a multiple of page_size: {used:,} tokens are used"
+
+
+def _host_warnings(host: HostConfig, sizing: Sizing) -> Iterator[str]:
+    yield from _unused_tokens("host", host.tokens, sizing.page_size)
+    for component, pages in (sizing.host_pages or {}).items():
+        tokens = pages * sizing.page_size
+        device_tokens = (sizing.num_pages or {component: pages})[component] * sizing.page_size
+        if tokens < device_tokens:
+            yield (
+                f"host holds {tokens:,} tokens, fewer than the device ({device_tokens:,}): "
+                "what the device evicts would not fit"
+            )
+        if host.load_back_threshold > min(tokens, device_tokens):
+            yield (
+                f"host.load_back_threshold is {host.load_back_threshold:,}, but no hit is longer "
+                f"than {min(tokens, device_tokens):,} tokens: nothing would be loaded back"
+            )
+        layout = sizing.row_layout(component)
+        if (waste := 1 - layout.payload_bytes / layout.stride) > HIGH_WASTE:
+            yield (
+                f"{waste:.0%} of the host tier would hold no state but the header room and padding "
+                "of its rows: a larger page_size wastes less"
+            )
+
+
+HIGH_WASTE: Final = 0.25
+"""Of a host row: a page of a real model wastes a few percent."""

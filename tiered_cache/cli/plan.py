@@ -1,7 +1,6 @@
 """`tiered-cache plan`: what a configuration comes to in bytes and tokens, without the memory.
 
-The row is shown although there is no host tier yet: its layout is settled (design notes), and its
-padding is what a page size costs later.
+The row is shown without a host tier, too: its padding is what a page size would cost there.
 """
 
 from __future__ import annotations
@@ -11,12 +10,14 @@ from typing import TYPE_CHECKING
 from rich import box
 from rich.table import Table
 
-from tiered_cache.build import Sizing, size_stack
+from tiered_cache.build import Sizing, memory_problems, size_stack
 from tiered_cache.cli.check import warnings
 from tiered_cache.config import Config, load_config
-from tiered_cache.pools.spec import HEADER_BYTES, row_layout
+from tiered_cache.pools.memory import available_bytes
+from tiered_cache.pools.spec import HEADER_BYTES
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from rich.console import Console
@@ -33,15 +34,15 @@ def show_plan(path: Path, console: Console) -> None:
     model = config.model
     name = f"{model.id or 'model'}{f' @ {model.revision}' if model.revision else ''}"
     console.print(
-        f"{name}: {model.num_layers} layers, {model.dtype}, pages of {config.page_size} tokens. "
-        "All sizes are per rank.",
+        f"{name}: {model.num_layers:,} layers, {model.dtype}, pages of {config.page_size:,} tokens."
+        "\nAll sizes are per rank.\n",
         markup=False,
         highlight=False,
     )
     console.print(pools_table(sizing))
     console.print(tiers_table(config, sizing))
     console.print(rows_table(sizing))
-    for text in warnings(config, sizing):
+    for text in (*warnings(config, sizing), *memory_warnings(config, sizing, available_bytes())):
         console.print(f"warning: {text}", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -72,23 +73,35 @@ def tiers_table(config: Config, sizing: Sizing) -> Table:
     table = _table("Tiers", text=("tier", "on", "component"))
     for heading in ("pages", "tokens", "size"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for component in sizing.stack.components:
+    for part in sizing.stack.components:
         cells = ["as in", "device_pools", ""]
         if sizing.num_pages is not None:
-            pages = sizing.num_pages[component.id]
-            size = pages * sizing.page_bytes(component.id)
-            cells = [f"{pages:,}", f"{pages * sizing.page_size:,}", human_bytes(size)]
-        table.add_row("device", config.device.type, component.id, *cells)
+            cells = _tier_cells(sizing, sizing.num_pages[part.id], sizing.page_bytes(part.id))
+        table.add_row("device", config.device.type, part.id, *cells)
+    if sizing.host_pages is not None:
+        for part in sizing.stack.components:
+            stride = sizing.row_layout(part.id).stride
+            cells = _tier_cells(sizing, sizing.host_pages[part.id], stride)
+            table.add_row("host", "memory", part.id, *cells)
+        table.add_section()
+        total = sizing.device_bytes + sizing.host_bytes
+        table.add_row("all", "", "", "", "", human_bytes(total), style="bold")
     return table
 
 
+def _tier_cells(sizing: Sizing, num_pages: int, page_bytes: int) -> list[str]:
+    tokens, size = num_pages * sizing.page_size, num_pages * page_bytes
+    return [f"{num_pages:,}", f"{tokens:,}", human_bytes(size)]
+
+
 def rows_table(sizing: Sizing) -> Table:
-    """How a page will lie in a row of the host arena, which is an object in storage."""
-    table = _table("Rows in bytes (of host and storage, which are not there yet)", text=("row of",))
+    """How a page lies in a row of the host tier."""
+    how = "would lie in a" if sizing.host_pages is None else "lies in the"
+    table = _table(f"Rows in bytes (how a page {how} host tier)", text=("row of",))
     for heading in ("slices", "slice", "header", "payload", "padding", "stride", "waste"):
         table.add_column(heading, justify="right", no_wrap=True)
     for component in sizing.stack.components:
-        layout = row_layout(sizing.stack.pools_of(component.id))
+        layout = sizing.row_layout(component.id)
         sizes = sorted({piece.num_bytes for piece in layout.slices})
         table.add_row(
             component.id,
@@ -101,6 +114,13 @@ def rows_table(sizing: Sizing) -> Table:
             f"{1 - layout.payload_bytes / layout.stride:.1%}",
         )
     return table
+
+
+def memory_warnings(config: Config, sizing: Sizing, available: int | None) -> Iterator[str]:
+    """What `open` would refuse here. It may be another machine that opens it."""
+    if config.host is not None:
+        for problem in memory_problems(config, sizing, available):
+            yield f"on this machine: {problem}"
 
 
 def _table(title: str, text: tuple[str, ...]) -> Table:

@@ -9,6 +9,14 @@ Strict throughout: an unknown or duplicate key is an error, and all errors are r
 
 from tiered_cache.config.hf import model_from_hf
 from tiered_cache.config.load import load_config
-from tiered_cache.config.schema import Config, DeviceConfig, ExtraPool, ModelConfig
+from tiered_cache.config.schema import Config, DeviceConfig, ExtraPool, HostConfig, ModelConfig
 
-__all__ = ["Config", "DeviceConfig", "ExtraPool", "ModelConfig", "load_config", "model_from_hf"]
+__all__ = [
+    "Config",
+    "DeviceConfig",
+    "ExtraPool",
+    "HostConfig",
+    "ModelConfig",
+    "load_config",
+    "model_from_hf",
+]

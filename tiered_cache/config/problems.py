@@ -17,6 +17,7 @@ from tiered_cache.config.schema import (
     Config,
     DeviceConfig,
     ExtraPool,
+    HostConfig,
     ModelConfig,
     Section,
     one_of,
@@ -32,11 +33,12 @@ SECTIONS: Final[dict[str, type[Section]]] = {
     "model": ModelConfig,
     "model.extra_pools": ExtraPool,
     "device": DeviceConfig,
+    "host": HostConfig,
 }
 
 NOT_YET: Final = {
-    name: f"there is no {name} tier yet, this version has the device only: take the section out"
-    for name in ("host", "storage")
+    "storage": "there is no storage tier yet, this version has device and host: "
+    "take the section out"
 }
 """Sections that the design has and this version does not."""
 
@@ -111,7 +113,7 @@ def _unknown_key_hint(path: KeyPath) -> str:
     here = SECTIONS[dotted(tuple(part for part in section if isinstance(part, str)))]
     homes = [at or "the top level" for at, home in SECTIONS.items() if name in home.model_fields]
     if homes:
-        return f"it belongs to {homes[0]}"
+        return f"it belongs to {' or '.join(homes)}"
     close = difflib.get_close_matches(name, here.model_fields, n=1)
     if close:
         return f"did you mean {close[0]}?"

@@ -33,6 +33,7 @@ from tiered_cache.errors import ConfigProblem
 
 Dtype = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8"]
 EvictionPolicyName = Literal["lru", "lfu", "fifo", "mru", "filo", "priority", "slru"]
+WritePolicyName = Literal["write_through", "write_through_selective", "write_back"]
 
 BUILT_IN_STRATEGIES: Final = ("plain",)
 known_strategies: Final[set[str]] = set(BUILT_IN_STRATEGIES)
@@ -282,8 +283,32 @@ class DeviceConfig(Section):
 
     @classmethod
     def cross_check(cls, given: Mapping[str, Any]) -> Iterator[CrossProblem]:
-        if "size" in given and "tokens" in given:
-            yield CrossProblem("tokens", "says the same as size", "keep one of size and tokens")
+        yield from _two_budgets(given)
+
+
+class HostConfig(Section):
+    """The second tier, in this machine's memory. Budget by bytes or by tokens, one of the two."""
+
+    size: SizeBytes | None = None
+    """Bytes of all rows together: state, header room and padding."""
+    tokens: Tokens | None = None
+    write_policy: WritePolicyName = "write_through"
+    """When the device's pages are copied here: at the first use, at the second
+    (`write_through_selective`), or only when the device evicts them (`write_back`)."""
+    eviction_policy: EvictionPolicyName = "lru"
+    load_back_threshold: Tokens = 1
+    """Tokens. A hit of fewer is computed again instead of loaded."""
+
+    @classmethod
+    def cross_check(cls, given: Mapping[str, Any]) -> Iterator[CrossProblem]:
+        yield from _two_budgets(given)
+        if "size" not in given and "tokens" not in given:
+            yield CrossProblem("size", "is required", "write size: 4GiB or tokens: 65536")
+
+
+def _two_budgets(given: Mapping[str, Any]) -> Iterator[CrossProblem]:
+    if "size" in given and "tokens" in given:
+        yield CrossProblem("tokens", "says the same as size", "keep one of size and tokens")
 
 
 class Config(Section):
@@ -293,6 +318,8 @@ class Config(Section):
     page_size: PageSize = 16
     """Tokens per page."""
     device: DeviceConfig = DeviceConfig()
+    host: HostConfig | None = None
+    """None: no second tier."""
     mode: Literal["on", "off"] = "on"
     """`off`: nothing matches and nothing is kept, for comparing with and without."""
     run_threads: Threads = 1

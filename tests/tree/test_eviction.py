@@ -144,7 +144,7 @@ def test_what_only_storage_has_between_does_not_hide_what_the_host_has_below() -
         rig.publish(path[:end])
     rig.backup(path)
     top, middle, _ = path_to(rig.match(path).best_node)
-    middle.data[0].stored = True
+    rig.tree.believe_stored(middle, 0, True)
     for node in (middle, top):
         rig.tree.components[0]._lose(node, Tier.HOST)  # type: ignore[attr-defined]
     rig.host.free(rig.host_gap())
@@ -165,7 +165,7 @@ def test_host_eviction_above_what_only_storage_has() -> None:
         rig.publish(path[:end])
     rig.backup(path)
     top, middle, bottom = path_to(rig.match(path).best_node)
-    middle.data[0].stored = True
+    rig.tree.believe_stored(middle, 0, True)
     rig.tree.components[0]._lose(middle, Tier.HOST)  # type: ignore[attr-defined]
     rig.host.free(rig.host_gap())
     rig.evict(1000)

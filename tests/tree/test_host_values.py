@@ -75,7 +75,7 @@ def test_a_commit_is_by_span_through_splits() -> None:
         rig.host_content[copy] = rig.content[page]
     rig.publish(seq("A", 64) + seq("B", 32))  # splits at 64, between plan and commit
     for step in path_to(boundary.node)[:1]:
-        step.data[0].stored = True  # so that its child may be on the host without it
+        rig.tree.believe_stored(step, 0, True)  # so that its child may be on the host without it
     left = rig.tree.commit_transfer(boundary, 0, Tier.HOST, ids)
     assert left.tolist() == []
     assert spans(rig.tree) == [(0, 32), (32, 64), (64, 96), (64, 96)]
@@ -94,7 +94,7 @@ def test_a_commit_skips_the_nodes_before_its_span() -> None:
         rig.publish(seq("A", end))
     found = rig.match(seq("A", 96))
     for node in path_to(found.device_node)[:2]:
-        node.data[0].stored = True
+        rig.tree.believe_stored(node, 0, True)
     ids = rig.host.allocate(2)
     assert ids is not None
     for copy, page in zip(ids.tolist(), found.pages[0].tolist()[4:], strict=True):

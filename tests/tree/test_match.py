@@ -155,7 +155,7 @@ def test_a_dead_node_ends_the_walk() -> None:
     rig.publish(key)
     top, bottom = path_to(rig.match(key).best_node)
     rig.backup(key)
-    top.data[0].stored = True
+    rig.tree.believe_stored(top, 0, True)
     rig.evict(64)
     assert rig.hit(key) == (0, 64)
     # a second way down keeps the dead node from being pruned

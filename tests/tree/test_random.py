@@ -189,7 +189,8 @@ class Walk:
         node = self.rig.match(key).best_node
         if node is self.tree.root or self.chance.random() > 0.2:
             return False
-        node.data[0].stored = self.beliefs = True
+        self.tree.believe_stored(node, 0, True)
+        self.beliefs = True
         return None
 
     def _let_go(self, receipt: Receipt) -> None:

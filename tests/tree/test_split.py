@@ -116,7 +116,7 @@ def test_beliefs_of_storage_are_copied() -> None:
     """§8.4: what storage is believed to have of a node, it has of both halves."""
     rig = Rig()
     node = rig.publish(seq("A", 64)).node
-    node.data[0].stored = True
+    rig.tree.believe_stored(node, 0, True)
     assert split(rig, node, 32).data[0].stored
 
 

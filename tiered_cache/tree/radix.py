@@ -719,6 +719,11 @@ class RadixTree:
             self.leaves.refresh(node)
             node = node.parent
 
+    def believe_stored(self, node: Node, component: int, is_stored: bool) -> None:
+        """Note whether storage has a component's pages of a node (8.4)."""
+        node.data[component].stored = is_stored
+        self.leaves.refresh(node)
+
     def is_on_device(self, node: Node, depth: int) -> bool:
         """Whether the path to `node` is on the device up to `depth`, where one of its nodes
         ends."""

@@ -1,0 +1,223 @@
+"""When the device's pages are copied to the host: at their first use, at their second, or only when
+the device gives them up (semantics §7.3, §9.5).
+
+Both kinds answer the same questions, so nobody asks which one there is. Owns: what waits to be
+copied. Refuses to know: how (transfers), and who wants the room that it makes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+
+from tiered_cache.errors import StaleError
+from tiered_cache.tree.node import BASE
+from tiered_cache.types import Boundary, Tier
+
+if TYPE_CHECKING:
+    from tiered_cache.accounts import HostPages, PageAccounts
+    from tiered_cache.fences import Fences
+    from tiered_cache.stats import Counters
+    from tiered_cache.transfers import Transfer, Transfers
+    from tiered_cache.tree.plans import Piece
+    from tiered_cache.tree.radix import RadixTree
+
+MAX_STORES: Final = 4
+"""Stores under way at a time. The rest is queued, and pins nothing until it starts."""
+
+MAX_ROUNDS: Final = 8
+"""Rounds of copying victims before somebody gives up without loss: each frees at least a leaf, and
+lets its parent become one."""
+
+
+class WritePolicy(Protocol):
+    """When pages are copied, and what to wait for before unbacked ones are dropped."""
+
+    def note_used(self, boundary: Boundary) -> None:
+        """A prefix was published, or granted to a lease."""
+
+    def makes_room(self, num_pages: int) -> bool:
+        """Whether so many pages of the device will be free of loss after copies that are under way
+        (now, if not before): whoever needs them looks again when something has ended."""
+
+    def look_again(self) -> None:
+        """Pages may have become spare."""
+
+    def reset(self) -> None:
+        """The tree has forgotten everything."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it will start something without anybody's doing."""
+
+
+class NoWrites:
+    """One tier: nothing is ever copied."""
+
+    is_busy = False
+
+    def note_used(self, boundary: Boundary) -> None: ...
+    def look_again(self) -> None: ...
+    def reset(self) -> None: ...
+
+    def makes_room(self, num_pages: int) -> bool:
+        return False
+
+
+class Storing(NamedTuple):
+    """What both policies copy with."""
+
+    tree: RadixTree
+    device: PageAccounts
+    host: HostPages
+    transfers: Transfers
+    fences: Fences
+    counters: Counters
+
+
+class WriteThrough:
+    """Copies what was used `threshold` times, with the ancestors that the host lacks, root first.
+
+    First in, first out. Queued work pins nothing: what is gone when its turn comes is skipped, and
+    tried again when it is next used.
+    """
+
+    def __init__(self, parts: Storing, threshold: int) -> None:
+        self._parts = parts
+        self._threshold = threshold
+        self._queue: deque[Boundary] = deque()
+        self._num_active = 0
+        self._is_called = False
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def is_busy(self) -> bool:
+        return self._is_called
+
+    def note_used(self, boundary: Boundary) -> None:
+        node = boundary.node
+        while node.parent is not None and node.parent.end >= boundary.depth:
+            node = node.parent  # cut since
+        if node.data[BASE].host_value is None and node.parent is not None:
+            self._queue.append(boundary)
+            self.look_again()
+
+    def look_again(self) -> None:
+        if self._queue and not self._is_called:
+            self._is_called = True
+            self._loop.call_soon(self._start_some)
+
+    def reset(self) -> None:
+        self._queue.clear()
+
+    def makes_room(self, num_pages: int) -> bool:
+        return self._num_active > 0 or self._is_called
+
+    def _start_some(self) -> None:
+        self._is_called = False
+        for _ in range(len(self._queue)):
+            if self._num_active >= MAX_STORES:
+                return
+            boundary = self._queue.popleft()
+            try:
+                is_waiting = not self._start(boundary)
+            except StaleError:
+                continue  # evicted meanwhile
+            if is_waiting:
+                self._queue.append(boundary)
+
+    def _start(self, boundary: Boundary) -> bool:
+        """Start the topmost piece that is missing. False when that must wait for spare pages or a
+        fence; True also when there is nothing to do."""
+        tree, device, host, transfers, fences, counters = self._parts
+        piece = self._first_piece(boundary)
+        if piece is None:
+            return True
+        ids = piece.ids
+        assert ids is not None, "a piece to store says where it is"
+        end = Boundary(boundary.node, piece.stop)
+        if fences.over(ids) or tree.would_protect(end)[BASE] > device.spare(BASE):
+            return False
+        rows = host.take_up_to(BASE, len(ids))
+        if len(rows) < len(ids):
+            counters.stores_refused += 1
+        if len(rows):
+            end = Boundary(boundary.node, piece.start + len(rows) * tree.page_size)
+            self._num_active += 1
+
+            def on_end(store: Transfer) -> None:
+                self._num_active -= 1
+                # The rest of the path comes next; after a failure it waits for the next use.
+                if store.is_complete and len(rows) == len(ids) and store.epoch == tree.epoch:
+                    self._queue.appendleft(boundary)
+                self.look_again()
+
+            transfers.store(end, piece.start, BASE, ids[: len(rows)], rows, on_end)
+        return True
+
+    def _first_piece(self, boundary: Boundary) -> Piece | None:
+        """The topmost run of pages that the host lacks and nobody is bringing, down to the last
+        node that was used often enough."""
+        tree = self._parts.tree
+        node = tree.cut(boundary)
+        while node.parent is not None and node.hit_count < self._threshold:
+            node = node.parent
+        if node.parent is None:
+            return None
+        pieces = tree.plan_transfer(Boundary(node, node.end), BASE, Tier.HOST)
+        return next((piece for piece in pieces if piece.pending is None), None)
+
+
+class WriteBack:
+    """Copies what the device is about to give up, in batches, before it is given up."""
+
+    is_busy = False
+
+    def __init__(self, parts: Storing) -> None:
+        self._parts = parts
+        self._num_active = 0
+        self._num_rounds = 0
+
+    def note_used(self, boundary: Boundary) -> None: ...
+    def look_again(self) -> None: ...
+
+    def reset(self) -> None:
+        self._num_rounds = 0
+
+    def makes_room(self, num_pages: int) -> bool:
+        if self._num_active:
+            return True
+        if self._num_rounds == MAX_ROUNDS:
+            self._num_rounds = 0
+            return False
+        self._num_rounds += 1
+        if self._start_round(num_pages):
+            return True
+        self._num_rounds = 0
+        return False
+
+    def _start_round(self, num_pages: int) -> bool:
+        """Copy the unbacked among the next victims, as far as the host has room for them."""
+        tree, device, host, transfers, fences, counters = self._parts
+        plan = tree.plan_room(BASE, num_pages)
+        for victim in plan.victims:
+            pieces = tree.plan_transfer(victim, BASE, Tier.HOST)
+            for piece in pieces:
+                ids = piece.ids
+                if ids is None or fences.over(ids):
+                    continue
+                end = Boundary(victim.node, piece.stop)
+                if tree.would_protect(end)[BASE] > device.spare(BASE):
+                    continue
+                rows = host.take_up_to(BASE, len(ids))
+                if not len(rows):
+                    counters.stores_refused += 1
+                    break
+                end = Boundary(victim.node, piece.start + len(rows) * tree.page_size)
+                self._num_active += 1
+                transfers.store(end, piece.start, BASE, ids[: len(rows)], rows, self._ended)
+        return self._num_active > 0
+
+    def _ended(self, store: Transfer) -> None:
+        self._num_active -= 1

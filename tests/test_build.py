@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 
@@ -99,13 +100,17 @@ def test_no_budget_and_no_tensors_is_an_error_of_open_only() -> None:
     assert "device: has no budget (write size: 8GiB or tokens: 65536" in refusal(given)
 
 
-def test_a_machine_without_the_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own words for it are a RuntimeError far from the setting."""
+@pytest.mark.parametrize(("module", "name"), [(torch, "zeros"), (np, "empty")])
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError])
+def test_a_machine_without_the_memory_says_so(
+    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, error: type[Exception]
+) -> None:
+    """Pools or lists of page ids; the words of torch and numpy are far from the setting."""
 
     def refuse(*_: Any, **__: Any) -> None:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        raise error("can't allocate memory")
 
-    monkeypatch.setattr(torch, "zeros", refuse)
+    monkeypatch.setattr(module, name, refuse)
     assert "device.tokens: the machine refused 4,096 bytes on cpu" in refusal(config())
 
 

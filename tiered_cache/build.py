@@ -7,6 +7,7 @@ Refuses to know: what happens at run time; `UnifiedRadixCache.open` calls it onc
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -111,16 +112,18 @@ def build(
     if problems:
         raise ConfigError(problems)
     components = tuple(COMPONENT_KINDS[part.kind](part.id) for part in sizing.stack.components)
-    pools = _make_pools(config, sizing, device_pools)
+    with _refused_memory(config, sizing):
+        pools = DevicePools(sizing.stack.pools, sizing.num_pages, config.device.type, device_pools)
+        allocators = tuple(
+            PageAllocator(pools.num_pages[part.id], check=config.check)
+            for part in sizing.stack.components
+        )
     return Parts(
         tree=RadixTree(
             components, config.page_size, policy=config.device.eviction_policy, observers=observers
         ),
         components=components,
-        allocators=tuple(
-            PageAllocator(pools.num_pages[part.id], check=config.check)
-            for part in sizing.stack.components
-        ),
+        allocators=allocators,
         pools=pools,
         page_size=config.page_size,
     )
@@ -278,13 +281,16 @@ def _what_fits(config: Config, sizing: Sizing, num_bytes: int) -> str:
     return f"write at most size: {num_bytes // page * page}"
 
 
-def _make_pools(
-    config: Config, sizing: Sizing, tensors: Mapping[str, Sequence[torch.Tensor]] | None
-) -> DevicePools:
+@contextmanager
+def _refused_memory(config: Config, sizing: Sizing) -> Iterator[None]:
+    """What is said when memory is out, as a problem with the setting that asked for so much."""
     try:
-        return DevicePools(sizing.stack.pools, sizing.num_pages, config.device.type, tensors)
+        yield
     except (MemoryError, RuntimeError) as error:  # torch says RuntimeError when memory is out
-        message = f"the machine refused {sizing.device_bytes:,} bytes on {config.device.type}"
+        message = (
+            f"the machine refused {sizing.device_bytes:,} bytes on {config.device.type}, or the "
+            "lists of their page ids"
+        )
         key = budget_key(config, Tier.DEVICE)
         raise ConfigError([config.problem(key, message, "write less")]) from error
 

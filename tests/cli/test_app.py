@@ -110,6 +110,9 @@ def test_plan_shows_the_host_tier(run: Any, write: Any) -> None:
     assert "all 5.492 MiB" in lines
     assert "Rows in bytes (how a page lies in the host tier)" in lines
     assert "warning" not in out
+    _, out, _ = run("plan", write(f"{MODEL}host: {{size: 4MiB}}\n"))
+    assert "3.992 MiB" in out
+    assert "all  " not in out.partition("Tiers")[2]  # the caller's tensors are not counted
 
 
 def test_warnings_about_the_host_tier(run: Any, write: Any) -> None:

@@ -96,6 +96,27 @@ def test_missing_numbers_are_named() -> None:
         model_from_hf(SimpleNamespace(dtype="float32", num_key_value_heads=1, head_dim=4))
 
 
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"num_attention_heads": 0}, "model.head_dim"),
+        ({"num_attention_heads": -8}, "model.head_dim"),
+        ({"hidden_size": 10**400}, "model.head_dim"),
+        ({"hidden_size": 1.5}, "model.head_dim"),
+        ({"num_hidden_layers": "x"}, "model.num_layers"),
+        ({"layer_types": 5}, "model"),
+        ({"layer_types": [["full_attention"], 5, None]}, "model"),
+        ({"dtype": object()}, "model.dtype"),
+        ({"_name_or_path": 5}, "model.id"),
+    ],
+)
+def test_numbers_that_no_model_has_are_named(change: dict[str, Any], key: str) -> None:
+    """Zero heads, huge sizes, other types: no error but the library's."""
+    with pytest.raises(ConfigError) as caught:
+        model_from_hf(SimpleNamespace(**{**LLAMA, **change}))
+    assert key in {problem.key for problem in caught.value.problems}
+
+
 REAL = [
     ("LlamaConfig", {}, None),
     ("Qwen3Config", {}, None),

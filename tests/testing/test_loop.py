@@ -276,6 +276,9 @@ async def main():
             group.create_task(asyncio.sleep(number), name=f"sleeper {number}")
     names = ",".join(task.get_name() for task in done)
     loop.note(names)
+    jobs = {loop.run_in_executor(executor, str, number) for number in range(8)}
+    done, _ = await asyncio.wait(jobs)
+    loop.note(",".join(job.result() for job in done))
 
 def digests(seeds):
     found = []

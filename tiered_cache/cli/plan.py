@@ -83,6 +83,7 @@ def tiers_table(config: Config, sizing: Sizing) -> Table:
             stride = sizing.row_layout(part.id).stride
             cells = _tier_cells(sizing, sizing.host_pages[part.id], stride)
             table.add_row("host", "memory", part.id, *cells)
+    if sizing.num_pages is not None and sizing.host_pages is not None:
         table.add_section()
         total = sizing.device_bytes + sizing.host_bytes
         table.add_row("all", "", "", "", "", human_bytes(total), style="bold")

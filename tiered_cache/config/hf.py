@@ -64,7 +64,9 @@ def _unsupported(text: Any) -> Iterator[str]:
     if getattr(text, "num_kv_shared_layers", None):
         yield "layers that share another layer's KV are not supported yet"
     kinds = getattr(text, "layer_types", None)
-    if kinds is not None:
+    if kinds is not None and not _is_list_of_text(kinds):
+        yield "layer_types must be a list of text"
+    elif kinds is not None:
         for kind in sorted(set(kinds) - {"full_attention"}):
             yield f"layers of type {kind} are not supported yet: full attention only"
     elif getattr(text, "sliding_window", None) is not None:
@@ -87,6 +89,10 @@ TELLTALES: Final = {
 """Attributes that give away a further kind of state where a config has no `layer_types`."""
 
 
+def _is_list_of_text(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
+
+
 def _is_latent(text: Any) -> bool:
     return getattr(text, "kv_lora_rank", None) is not None
 
@@ -100,7 +106,7 @@ def _heads_shape(text: Any) -> dict[str, Any]:
     hidden_size = getattr(text, "hidden_size", None)
     head_dim = getattr(text, "head_dim", None)
     if head_dim is None and isinstance(num_heads, int) and isinstance(hidden_size, int):
-        head_dim = hidden_size // num_heads
+        head_dim = hidden_size // num_heads if num_heads > 0 else None
     value_dim = getattr(text, "v_head_dim", None)
     return {
         "num_kv_heads": getattr(text, "num_key_value_heads", None) or num_heads,

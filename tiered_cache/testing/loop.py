@@ -118,14 +118,8 @@ class DeterministicLoop(asyncio.BaseEventLoop):
         Raises:
             DeadlockError: `main`, or what it leaves, waits for ever.
         """
-        try:
-            return self.run_until_complete(main)
-        finally:
-            try:
-                self._cancel_leftovers()
-                self.run_until_complete(self.shutdown_asyncgens())
-            finally:
-                self.close()
+        with asyncio.Runner(loop_factory=lambda: self) as runner:
+            return runner.run(main)
 
     def time(self) -> float:
         """Virtual seconds since the loop was made."""
@@ -283,27 +277,9 @@ class DeterministicLoop(asyncio.BaseEventLoop):
             batch = [batch[at] for _, at in drawn]
         return batch
 
-    # --- the end ----------------------------------------------------------------------------------
-
-    def _cancel_leftovers(self) -> None:
-        left = self._tasks()
-        if not left:
-            return
-        for task in left:
-            task.cancel()
-        self.run_until_complete(asyncio.wait(left))
-        for task in left:
-            if not task.cancelled() and (error := task.exception()) is not None:
-                message = "a task that the program left behind failed when it was cancelled"
-                context = {"message": message, "exception": error, "task": task}
-                self.call_exception_handler(context)
-
-    def _tasks(self) -> list[asyncio.Task[Any]]:
-        return sorted(asyncio.all_tasks(self), key=hash)
-
     def _who_waits(self) -> str:
         lines = []
-        for task in self._tasks():
+        for task in sorted(asyncio.all_tasks(self), key=hash):
             places = [
                 f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}"
                 for frame in frames_of(task.get_coro())

@@ -31,8 +31,19 @@ class AdmissionQueue:
         """Grant at once, if nobody is ahead and `attempt` succeeds."""
         return not self._turns and attempt()
 
+    async def admit_first(self, attempt: Callable[[], bool], check: Callable[[], None]) -> None:
+        """`admit` without a limit, in front of everybody: for who was admitted already, and has
+        lost pages to a copy that does not end."""
+        if not attempt():
+            await self.admit(attempt, None, check, first=True)
+
     async def admit(
-        self, attempt: Callable[[], bool], timeout: float | None, check: Callable[[], None]
+        self,
+        attempt: Callable[[], bool],
+        timeout: float | None,
+        check: Callable[[], None],
+        *,
+        first: bool = False,
     ) -> None:
         """Wait until `attempt` succeeds. It is called only with nobody ahead, and grants in that
         very step.
@@ -43,7 +54,7 @@ class AdmissionQueue:
             AdmissionTimeout: `timeout` seconds have passed; nothing is held.
         """
         turn = asyncio.Event()
-        self._turns.append(turn)
+        (self._turns.appendleft if first else self._turns.append)(turn)
         self._counters.admissions_queued += 1
         try:
             async with asyncio.timeout(timeout):

@@ -1,9 +1,8 @@
 """Sequences: what leases do to tree and pages, in which order, and how everything ends.
 
 Owns: who may call, the open leases, the runs, the supervisor and the life cycle. Page accounts, the
-admission queue and claims each have a file of their own; the controller is where they meet. Refuses
-to
-know: tokens of a lease, page tables, models.
+admission queue, claims, transfers, write policies and fences each have a file of their own; the
+controller is where they meet. Refuses to know: tokens of a lease, page tables, models.
 """
 
 from __future__ import annotations
@@ -11,16 +10,18 @@ from __future__ import annotations
 import asyncio
 import inspect
 import itertools
+import logging
 import os
 import threading
 import weakref
 from collections import deque
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 
-from tiered_cache.accounts import PageAccounts
+from tiered_cache.accounts import HostPages, PageAccounts
 from tiered_cache.admission import AdmissionQueue
 from tiered_cache.claims import Claims
 from tiered_cache.errors import (
@@ -30,24 +31,50 @@ from tiered_cache.errors import (
     StaleError,
     WrongThreadError,
 )
+from tiered_cache.fences import Fences
 from tiered_cache.jobs import Supervisor, run_to_end, submit
+from tiered_cache.layers import LayerWaits
 from tiered_cache.observe import Event, EventKind, Observers
 from tiered_cache.stats import CacheStats, Counters, PoolStats
-from tiered_cache.types import Outstanding
+from tiered_cache.transfer.mover import Mover
+from tiered_cache.transfers import Transfers
+from tiered_cache.types import Outstanding, Tier
+from tiered_cache.write_policies import NoWrites, Storing, WriteBack, WritePolicy, WriteThrough
 
 if TYPE_CHECKING:
     import concurrent.futures
-    from collections.abc import Callable, Coroutine, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 
+    from tiered_cache.accounts import TierPages
+    from tiered_cache.fences import Fence
     from tiered_cache.lease import Chunk, Lease
-    from tiered_cache.pools.allocator import PageAllocator
+    from tiered_cache.pools.allocator import PageAllocator, RunAllocator
+    from tiered_cache.ranks import Ranks
+    from tiered_cache.transfer.copier import Copier
+    from tiered_cache.transfers import Transfer
     from tiered_cache.tree.radix import RadixTree
+    from tiered_cache.types import PageIds
 
 T = TypeVar("T")
 
 
+log = logging.getLogger(__name__)
+
 SWEEP_NODES: Final = 1000
 """Nodes taken apart between two turns of the loop after a reset (1 ms)."""
+
+
+WRITE_THROUGH_THRESHOLDS: Final = {"write_through": 1, "write_through_selective": 2}
+"""Uses from which a node is copied to the host (semantics §9.5)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Executors:
+    """Where the cache's work runs. `owned`: those that are shut down with it."""
+
+    run: concurrent.futures.Executor
+    copy: concurrent.futures.Executor
+    owned: Sequence[concurrent.futures.Executor] = ()
 
 
 class Run:
@@ -61,31 +88,66 @@ class Run:
         self.job: concurrent.futures.Future[Any] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class HostTier:
+    """What a second tier adds. `allocators`: of its rows, in dense component order.
+
+    `write_policy`: "write_through", "write_through_selective" or "write_back" (semantics §9.5).
+    `load_back_threshold`: tokens; a shorter hit is computed again. `touch`: makes its memory ready,
+    a piece per call, ahead of need; in a thread.
+    """
+
+    allocators: Sequence[PageAllocator | RunAllocator]
+    copier: Copier
+    write_policy: str
+    load_back_threshold: int
+    touch: Sequence[Callable[[], None]] = ()
+
+
 class HybridCacheController:
-    """One per cache. Every method but the coroutines is atomic on the loop."""
+    """One per cache. Every method but the coroutines is atomic on the loop.
+
+    Args:
+        tree, allocators: the index, and the device's pages in dense component order.
+        executors: where models run and where copies do; `owned` ones are shut down at the end.
+        host: the second tier, if there is one.
+        enabled: False for comparing with and without: nothing matches and nothing is kept.
+        ranks: whom to agree with.
+    """
 
     def __init__(
         self,
         tree: RadixTree,
         allocators: Sequence[PageAllocator],
-        run_executor: concurrent.futures.Executor,
         *,
-        owns_executor: bool,
+        executors: Executors,
+        host: HostTier | None,
         enabled: bool,
         observers: Observers,
+        ranks: Ranks,
     ) -> None:
         self.tree = tree
         self.page_size = tree.page_size
         self.enabled = enabled
         self.closed = False
-        self.epoch = tree.receipts.epoch  # counts resets: what is from an earlier one is stale
+        self.epoch = tree.epoch
         self.counters = Counters()
-        self.accounts = PageAccounts(tree, allocators, self.counters)
+        self.host_pages = None
+        if host is not None:
+            self.host_pages = HostPages(tree, host.allocators, self.counters)
+        self.accounts = PageAccounts(tree, allocators, self.counters, self.host_pages)
         self.admission = AdmissionQueue(self.counters)
         self.claims = Claims(tree.page_size)
+        self.fences = Fences(self._calmed)
+        self.transfers: Transfers | None = None
+        self.write_policy: WritePolicy = NoWrites()
+        self.load_back_threshold = 0
+        if host is not None and enabled:
+            self._add_host_tier(host, executors.copy)
+        self.ranks = ranks
         self.observers = observers
-        self._executor = run_executor
-        self._owns_executor = owns_executor
+        self._host = host
+        self._executors = executors
         self._runs: list[Run] = []
         self._lease_ids = itertools.count(1)
         # Open leases are held weakly, so that a forgotten one is noticed. Closed ones that a run
@@ -100,12 +162,40 @@ class HybridCacheController:
         self._thread = threading.get_ident()
         self._process = os.getpid()
 
+    def _add_host_tier(self, host: HostTier, executor: concurrent.futures.Executor) -> None:
+        assert self.host_pages is not None, "made for it"
+        self.load_back_threshold = host.load_back_threshold
+        self._mover = Mover(host.copier, executor)
+        self.transfers = Transfers(
+            self.tree, self.accounts, self.host_pages, self._mover, self.counters, self._calmed
+        )
+        parts = Storing(
+            self.tree, self.accounts, self.host_pages, self.transfers, self.fences, self.counters
+        )
+        if host.write_policy == "write_back":
+            self.write_policy = WriteBack(parts)
+        else:
+            threshold = WRITE_THROUGH_THRESHOLDS[host.write_policy]
+            self.write_policy = WriteThrough(parts, threshold)
+
     async def start(self) -> None:
         try:
             await self._supervisor.start()
         except BaseException:
             self.closed = True
             raise
+        if self.transfers is not None and self._host is not None and self._host.touch:
+            self._supervisor.spawn(self._touch(self._host.touch), "touch")
+
+    async def _touch(self, pieces: Sequence[Callable[[], None]]) -> None:
+        """Make the host's memory ready ahead of need; whoever is faster only waits for the kernel.
+
+        Copies come first: a piece is begun when none is under way.
+        """
+        for piece in pieces:
+            if self.closed:
+                return
+            await run_to_end(submit(self._executors.copy, piece), self._given_up)
 
     def now(self) -> float:
         """Seconds on the loop's clock."""
@@ -221,7 +311,7 @@ class HybridCacheController:
                 await other.ended.wait()
             if ahead:
                 self._check_still_follows(leases, chunks)
-            job = submit(self._executor, fn, *args)
+            job = submit(self._executors.run, fn, *args)
             run.job = job
             result = await run_to_end(job, self._given_up)
             is_computed = True
@@ -243,6 +333,8 @@ class HybridCacheController:
         self._runs.remove(run)
         for lease in run.leases:
             lease.end_run(chunks, computed=is_computed)
+        if self.transfers is not None:
+            self.transfers.release_retired()
         run.ended.set()
         self._calmed()
 
@@ -298,6 +390,8 @@ class HybridCacheController:
         counters.leases_granted += 1
         counters.tokens_requested += lease.key.num_tokens
         counters.tokens_hit_device += lease.prefix_len
+        if self.transfers is not None:
+            self.write_policy.note_used(lease.published)
         self._tell(EventKind.GRANTED, lease, lease.prefix_len)
         return self.epoch
 
@@ -311,9 +405,17 @@ class HybridCacheController:
     def committed(self, lease: Lease, num_tokens: int) -> None:
         """A lease has published tokens."""
         self.counters.tokens_committed += num_tokens
+        if self.transfers is not None:
+            self.write_policy.note_used(lease.published)
         self.claims.settle(lease.id)
         self._tell(EventKind.COMMITTED, lease, num_tokens)
         self.admission.look_again()
+
+    def loaded(self, lease: Lease, num_tokens: int, *, from_host: int) -> None:
+        """A load has lengthened a lease's prefix."""
+        self.counters.tokens_hit_device += num_tokens - from_host
+        self.counters.tokens_hit_host += from_host
+        self._tell(EventKind.LOADED, lease, num_tokens)
 
     def released(self, lease: Lease, *, is_running: bool) -> None:
         """A lease is closed; while a run goes on its pages are quarantined, until `ended`."""
@@ -361,17 +463,61 @@ class HybridCacheController:
         """Those of this epoch."""
         return [lease for lease in self.all_leases() if lease.epoch == self.epoch]
 
+    # --- the second tier --------------------------------------------------------------------------
+
+    def waits_for_copies(self, num_pages: int) -> bool:
+        """Whether copies under way will save what would be dropped for so many more pages."""
+        short = self.accounts.short(num_pages)
+        return short > 0 and self.write_policy.makes_room(short)
+
+    def leave_loads(self, loads: Iterable[Transfer], lease: Lease) -> None:
+        """A lease does not wait for these any more."""
+        if self.transfers is not None:
+            self.transfers.leave(loads, lease)
+
+    def layer_waits(self, loads: Sequence[Transfer]) -> LayerWaits:
+        """What a lease's model waits for, layer by layer."""
+        progress = [load.progress for load in loads if load.progress is not None]
+        return LayerWaits(progress, self._thread)
+
+    def raise_fence(
+        self, ids: PageIds, ready: Awaitable[object], on_lift: Callable[[], None]
+    ) -> Fence:
+        """Pages are published that a device has not written yet."""
+        fence = self.fences.raise_over(ids, on_lift)
+        self.spawn(self._lift_when(fence, ready), "fence")
+        return fence
+
+    async def _lift_when(self, fence: Fence, ready: Awaitable[object]) -> None:
+        try:
+            await ready
+        except Exception:
+            # Nobody knows what the pages hold, and others may have taken them over.
+            log.exception("`ready` of a commit failed: the cache is reset")
+            self.reset()
+        self.fences.lift(fence)
+
+    async def agree(self, tag: str, limit: int, reach: int) -> int:
+        """How much of `limit` tokens every rank can offer, of which this one can offer `reach`."""
+        offers = range(0, reach + 1, self.page_size)
+        agreed = await self.ranks.agree(tag, offers)
+        self.check()
+        return min(limit, max(agreed, default=0))
+
     # --- life cycle -------------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
         """Whether anything is in flight: a run, a quarantine, background work."""
-        return bool(self._runs or self._ending or self._dropped or self._supervisor.num_running)
+        if self._runs or self._ending or self._dropped or self._supervisor.num_running:
+            return True
+        return bool(self.transfers) or self.write_policy.is_busy
 
     def _calmed(self) -> None:
         """Something in flight has ended: let `drain` and the admission queue look again."""
         if not self.busy:
             self._quiet.set()
+        self.write_policy.look_again()
         self.admission.look_again()
 
     def reset(self) -> None:
@@ -379,11 +525,21 @@ class HybridCacheController:
 
         Pages of leases stay quarantined until the lease has ended; all others are free at once.
         """
-        holders = self._current_leases()
+        held = [lease.held_pages() for lease in self._current_leases()]
+        held_host: list[list[PageIds]] = []
+        if self.transfers is not None:
+            held += self.transfers.held(Tier.DEVICE)
+            held_host = self.transfers.held(Tier.HOST)
         self.tree.reset()
-        self.epoch = self.tree.receipts.epoch
+        self.epoch = self.tree.epoch
         self.counters.resets += 1
-        self.accounts.reset(lease.held_pages() for lease in holders)
+        self.accounts.reset(held)
+        if self.host_pages is not None:
+            self.host_pages.reset(held_host)
+        if self.transfers is not None:
+            self.transfers.reset()
+        self.write_policy.reset()
+        self.fences.reset()
         self.claims.release_all()
         self.spawn(self._sweep(), "sweep")
         self.admission.look_again()
@@ -422,6 +578,9 @@ class HybridCacheController:
             for run in self._runs:
                 if run.job is not None:
                     run.job.cancel()
+            self.write_policy.reset()
+            if self.transfers is not None:
+                self.transfers.cancel_all()
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(limit):
@@ -430,9 +589,11 @@ class HybridCacheController:
             if not self._given_up.done():
                 self._given_up.set_result(None)
             self._supervisor.stop()
-            if self._owns_executor:
-                self._executor.shutdown(wait=False)
+            for executor in self._executors.owned:
+                executor.shutdown(wait=False)
         await self._supervisor.aclose()
+        if self._host is not None and not self.transfers:
+            self._host.copier.close()
         return self.outstanding()
 
     # --- looking ----------------------------------------------------------------------------------
@@ -450,29 +611,33 @@ class HybridCacheController:
             held = zip(self.tree.components, lease.held_pages(), strict=True)
             pages = {str(component.id): len(ids) for component, ids in held}
             found.append(Outstanding(kind, repr(lease), now - lease.granted_at, pages))
+        for transfer in self.transfers or ():
+            pages = {str(self.tree.components[transfer.component].id): transfer.num_pages}
+            kind = transfer.kind if transfer.epoch == self.epoch else f"stale {transfer.kind}"
+            found.append(Outstanding(kind, repr(transfer), now - transfer.started_at, pages))
         return found
 
     def stats(self) -> CacheStats:
         leases = self._current_leases()
         pools = {}
+        host = {}
         for index, component in enumerate(self.tree.components):
-            allocator = self.accounts.allocators[index]
             private = {lease.id: len(lease.private_pages()[index]) for lease in leases}
             ending = sum(private[lease.id] for lease in leases if lease.id in self._ending)
-            pools[str(component.id)] = PoolStats(
-                capacity=allocator.capacity,
-                free=allocator.num_free,
-                evictable=component.device.evictable,
-                protected=component.device.protected,
+            pool = self._pool_stats(self.accounts, Tier.DEVICE, index)
+            pools[str(component.id)] = replace(
+                pool,
                 private=sum(private.values()) - ending,
-                quarantined=len(self.accounts.stale(index)) + ending,
+                quarantined=pool.quarantined + ending,
                 unspent=self.accounts.promised[index],
             )
+            if self.host_pages is not None:
+                host[str(component.id)] = self._pool_stats(self.host_pages, Tier.HOST, index)
         counters = Counters(**{name: getattr(self.counters, name) for name in Counters.__slots__})
         counters.background_failures = self._supervisor.num_failures
         num_leases = sum(lease.id not in self._ending for lease in leases)
         return CacheStats(
-            pools, self.tree.num_nodes, num_leases, len(self.admission), len(self._runs), counters
+            pools, host, self.tree.num_nodes, num_leases, len(self.admission), len(self._runs), counters
         )
 
     def check_integrity(self) -> None:
@@ -480,31 +645,64 @@ class HybridCacheController:
         self.tree.check_integrity()
         faults = []
         leases = self._current_leases()
-        for index, (name, pool) in enumerate(self.stats().pools.items()):
-            total = pool.free + pool.evictable + pool.protected + pool.private + pool.quarantined
-            if total != pool.capacity:
-                faults.append(f"{name}: {pool} adds up to {total}")
+        stats = self.stats()
+        for index, (name, pool) in enumerate(stats.pools.items()):
             promised = sum(lease.unspent for lease in leases)
             if pool.unspent != promised:
                 faults.append(f"{name}: {pool.unspent} pages are promised, leases say {promised}")
             if pool.free + pool.evictable < pool.unspent:
                 faults.append(f"{name}: more is promised than there is: {pool}")
-            faults += self._wrong_owners(index, leases)
+            private = [lease.private_pages()[index] for lease in leases]
+            faults += self._wrong_owners(self.accounts, Tier.DEVICE, index, private)
+            if self.host_pages is not None:
+                faults += self._wrong_owners(self.host_pages, Tier.HOST, index, [])
+        for tier, pools in (("device", stats.pools), ("host", stats.host)):
+            faults += [
+                f"{name} on the {tier}: {pool} adds up to {pool.total}"
+                for name, pool in pools.items()
+                if pool.total != pool.capacity
+            ]
         for lease in leases:
             faults += lease.check_table()
         if faults:
             raise IntegrityError("\n".join(faults))
 
-    def _wrong_owners(self, index: int, leases: Sequence[Lease]) -> list[str]:
-        component, allocator = self.tree.components[index], self.accounts.allocators[index]
+    def _pool_stats(self, pages: TierPages, tier: Tier, index: int) -> PoolStats:
+        """Where a component's pages on a tier are, without those of leases."""
+        allocator, component = pages.allocators[index], self.tree.components[index]
+        sizes = component.device if tier is Tier.DEVICE else component.host
+        quarantined, in_flight = len(pages.stale(index)), 0
+        if self.transfers is not None:
+            quarantined += self.transfers.num_retired(tier, index)
+            in_flight = self.transfers.num_in_flight(tier, index)
+        return PoolStats(
+            capacity=allocator.capacity,
+            free=allocator.num_free,
+            evictable=sizes.evictable,
+            protected=sizes.protected,
+            quarantined=quarantined,
+            in_flight=in_flight,
+        )
+
+    def _wrong_owners(
+        self, pages: TierPages, tier: Tier, index: int, private: list[PageIds]
+    ) -> list[str]:
+        component, allocator = self.tree.components[index], pages.allocators[index]
         owners = np.zeros(allocator.capacity, dtype=np.int32)
-        held = [allocator.free_ids(), self.accounts.stale(index)]
-        held += [lease.private_pages()[index] for lease in leases]
-        values = (node.data[index].value for node in self.tree.nodes())
-        held += [value for value in values if value is not None]
+        held = [allocator.free_ids(), pages.stale(index), *private]
+        if self.transfers is not None:
+            held += [by_component[index] for by_component in self.transfers.held(tier)]
+        for node in self.tree.nodes():
+            data = node.data[index]
+            value = data.value if tier is Tier.DEVICE else data.host_value
+            if value is not None:
+                held.append(value)
         for ids in held:
             np.add.at(owners, ids, 1)
         wrong = np.flatnonzero(owners != 1)
         if not len(wrong):
             return []
-        return [f"{component.id}: pages {wrong.tolist()} have {owners[wrong].tolist()} owners"]
+        return [
+            f"{component.id}: pages {wrong.tolist()} on the {tier.value} have "
+            f"{owners[wrong].tolist()} owners"
+        ]

@@ -7,32 +7,40 @@ unpublished is kept and nothing leaks; that needs no code in the block.
 
 Ownership by position (semantics §11.1), in tokens:
 
-    0 ──── committed ──── computed ──── allocated
-      the tree's,      private,      private,
-      held by a lock   written       not written yet
+    0 ──── committed ──── loaded ──── computed ──── allocated
+      the tree's,     a load's,    private,      private,
+      held by a lock  coming       written       not written yet
+
+`loaded` is beyond `committed` only while a layer-wise load is under way.
 """
 
 from __future__ import annotations
 
 import asyncio
 import warnings
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from tiered_cache.errors import ClosedError, StaleError
+from tiered_cache.fences import as_awaitable
 from tiered_cache.keys import check_token
+from tiered_cache.layers import NO_LOADS
 from tiered_cache.page_table import PageTable
-from tiered_cache.types import Boundary, Hits, InsertParams, MatchPrefixParams, whole_number
+from tiered_cache.tree.node import BASE
+from tiered_cache.types import Boundary, Hits, InsertParams, MatchPrefixParams, Tier, whole_number
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
     from types import TracebackType
 
     from tiered_cache.controller import HybridCacheController
+    from tiered_cache.fences import Fence
     from tiered_cache.keys import RadixKey
+    from tiered_cache.transfers import Transfer
     from tiered_cache.tree.locks import Receipt
     from tiered_cache.types import PageIds
 
@@ -99,32 +107,50 @@ class Lease:
         "_controller",
         "_cuts",
         "_deferred",
+        "_fences",
         "_full_hit_length",
+        "_has_fallen",
+        "_layerwise",
+        "_loaded",
+        "_loading",
+        "_loads",
         "_num_runs",
         "_page_size",
         "_priority",
         "_prompt_len",
         "_receipt",
+        "_retired",
         "_reused",
+        "_reused_host",
         "_running",
+        "_shortened",
         "_seen",
         "_table",
         "epoch",
         "granted_at",
         "id",
         "key",
+        "layers",
         "prefix_len",
     )
 
     def __init__(
-        self, controller: HybridCacheController, key: RadixKey, *, priority: int, reserve: int
+        self,
+        controller: HybridCacheController,
+        key: RadixKey,
+        *,
+        priority: int,
+        reserve: int,
+        layerwise: bool = False,
     ) -> None:
         self._closed = True  # until it is granted there is nothing to close
         self.id = controller.new_lease_id()
         self.key = key
         self.prefix_len = 0
+        self.layers = NO_LOADS
         self.epoch = -1
         self.granted_at = 0.0
+        self._layerwise = layerwise
         self._controller = controller
         self._page_size = controller.page_size
         self._priority = priority
@@ -139,15 +165,24 @@ class Lease:
         self._cuts: list[int] = []  # lengths that it was truncated to
         self._deferred = 0  # commit up to here when the last run has ended
         self._reused = 0
+        self._reused_host = 0  # what of it a load brought
         self._full_hit_length = 0
         self._seen = -1  # the tree's growth when it was last matched
+        self._loading = 0  # pages out of its promise that a load has taken
+        self._loads: tuple[Transfer, ...] = ()  # that it is granted before the end of
+        self._loaded = 0
+        self._has_fallen = False  # a load failed under a run: fall back at the run's end
+        self._shortened = ""  # why what the host has is not all here
+        self._fences: list[Fence] = []
+        self._retired: list[tuple[PageIds, ...]] = []  # go home when the fences are lifted
         # Without entries until admission has looked: a reserve that can never fit costs no memory.
         self._table = PageTable(len(controller.tree.components), self._page_size)
 
     # --- grant ------------------------------------------------------------------------------------
 
-    async def grant(self, timeout: float | None) -> None:
-        """Wait for admission, then hold the longest prefix that is on the device.
+    async def grant(self, timeout: float | None, load_timeout: float | None) -> None:
+        """Wait for admission, hold the longest prefix that is on the device, and load what the host
+        has beyond it.
 
         Raises:
             AdmissionTimeout: not admitted in time. CapacityError: never will be. ClosedError: the
@@ -158,17 +193,37 @@ class Lease:
         if self._admitted_pages > controller.accounts.smallest:
             controller.check_fits(self._admitted_pages, self._admitted_len)
         self._table.make_room(self._admitted_pages)
-        if not controller.admission.admit_now(self._try_grant):
-            await controller.admission.admit(self._try_grant, timeout, controller.check)
+        limit = self._prompt_len - 1 if controller.enabled else 0  # at least one token is computed
+        if not controller.ranks.is_alone:
+            limit = await controller.agree("grant", limit, self._reach(limit))
+        attempt = partial(self._try_grant, limit)
+        while True:
+            if not controller.admission.admit_now(attempt):
+                await controller.admission.admit(attempt, timeout, controller.check)
+            if controller.transfers is None or self._full_hit_length <= self._computed:
+                return
+            try:
+                await self._load_prefix(limit, load_timeout)
+            except BaseException:
+                self.close()
+                raise
+            if self.epoch == controller.epoch:
+                return
+            self._start_over()
 
-    def _try_grant(self) -> bool:
+    def _reach(self, limit: int) -> int:
+        """Tokens that device and host have now."""
+        match = self._controller.tree.match_prefix(MatchPrefixParams(self.key, limit))
+        return match.best_length
+
+    def _try_grant(self, limit: int) -> bool:
         controller, tree = self._controller, self._controller.tree
-        # At least one token is always computed (semantics §11.2).
-        limit = self._prompt_len - 1 if controller.enabled else 0
         match = tree.match_prefix(MatchPrefixParams(self.key, limit))
         self._seen = tree.growth
         boundary = match.device_boundary
         need = self._admitted_pages - boundary.depth // self._page_size
+        if controller.transfers is not None and controller.waits_for_copies(need):
+            return False
         held = tree.try_hold(boundary, controller.accounts.room_beside(need))
         if held is None:
             return False
@@ -187,13 +242,185 @@ class Lease:
         """Point the table at the tree's pages up to `depth`, which is locked; `pages` are those of
         `[committed, depth)`."""
         self._table.write(self._committed // self._page_size, pages)
-        self._reused += depth - self._computed
-        self._committed = self._computed = depth
+        if depth > self._computed:
+            self._reused += depth - self._computed
+            self._computed = depth
+        self._committed = depth
+
+    # --- load -------------------------------------------------------------------------------------
+
+    async def _load_prefix(self, limit: int, timeout: float | None) -> None:
+        """Bring what the host has beyond the prefix; be content with less when it does not come.
+
+        Pages for it come out of the lease's own promise, so it needs nobody's leave.
+        """
+        controller = self._controller
+        loads: dict[Transfer, None] = {}
+        try:
+            async with asyncio.timeout(timeout):
+                # A load of somebody else's may fail above this lease's own: then plan once more,
+                # and what has arrived below is kept.
+                for _ in range(2):
+                    wanted = self._cover(limit)
+                    loads.update(dict.fromkeys(wanted))
+                    if self._layerwise:
+                        self._use_before_end(wanted, limit)
+                        return
+                    failed = await _first_failure(wanted)
+                    if failed is None or failed.funder is self:
+                        break
+        except TimeoutError:
+            controller.counters.load_timeouts += 1
+            self._shortened = f"the load did not end within {timeout} s"
+        finally:
+            if not self._loads:
+                controller.leave_loads(loads, self)
+        if self._loading and self.epoch == controller.epoch:
+            await self._promise_again(loads)
+
+    def _cover(self, limit: int) -> list[Transfer]:
+        """Join the loads that bring a part of what is missing, start one for each other part."""
+        controller, tree, receipt = self._controller, self._controller.tree, self._receipt
+        if self.epoch != controller.epoch:
+            return []
+        assert receipt is not None, "granted leases hold a receipt"
+        assert controller.transfers is not None, "there is a host tier"
+        boundary = tree.match_deeper(receipt, self.key, limit, device_only=False)
+        if boundary is None or boundary.depth - self._computed < controller.load_back_threshold:
+            return []
+        loads = []
+        for piece in tree.plan_transfer(boundary, BASE, Tier.DEVICE, receipt.depth):
+            if piece.ids is None:
+                load = cast("Transfer", piece.pending)
+                controller.transfers.join(load, self)
+            else:
+                pages = len(piece.ids)
+                ids = controller.accounts.take_of(BASE, pages)
+                controller.accounts.promise(-pages)
+                self._loading += pages
+                end = Boundary(boundary.node, piece.stop)
+                load = controller.transfers.load(
+                    end, piece.start, BASE, ids, piece.ids, self, by_layer=self._layerwise
+                )
+            loads.append(load)
+        return loads
+
+    def on_load_ended(self, load: Transfer) -> None:
+        """In a load's commit beat, while it still holds its path: go on from what it brought."""
+        controller, tree, receipt = self._controller, self._controller.tree, self._receipt
+        unspent = self.unspent
+        if load.funder is self and load not in self._loads:  # else the table has counted its pages
+            self._loading -= load.num_pages
+        if self._closed or self.epoch != controller.epoch:
+            return
+        assert receipt is not None, "granted leases hold a receipt"
+        if load.error is not None:
+            self._shortened = f"a load from the host failed: {load.error}"
+        if self in load.waiters:
+            limit = self._loaded if self._loads else len(self) - 1
+            boundary = tree.match_deeper(receipt, self.key, limit)
+            if boundary is not None:
+                brought = load.start + load.num_committed * self._page_size
+                from_host = max(
+                    0, min(boundary.depth, brought) - max(self._committed, load.start)
+                )
+                gained = boundary.depth - self._computed
+                self._take_over(boundary, from_host=from_host)
+                if gained > 0:
+                    controller.loaded(self, gained, from_host=min(gained, from_host))
+        if self._loads:
+            self._layerwise_load_ended(load)
+        controller.accounts.promise(self.unspent - unspent)
+
+    def _promise_again(self, loads: Iterable[Transfer]) -> Awaitable[None]:
+        """Its pages are with a copier that has not ended: it needs others for the same tokens."""
+        for load in loads:
+            if load.funder is self:
+                load.funder = None
+
+        def attempt() -> bool:
+            accounts, pages = self._controller.accounts, self._loading
+            if self.epoch != self._controller.epoch:
+                return True
+            if min(accounts.room_beside(pages)) < 0:
+                return False
+            self._loading = 0
+            accounts.promise(pages)
+            return True
+
+        return self._controller.admission.admit_first(attempt, self._controller.check)
+
+    def _start_over(self) -> None:
+        """A reset came while it waited for a load: it holds nothing that is still there."""
+        self.close()
+        self.prefix_len = 0
+        self._committed = self._computed = self._loading = 0
+        self._reused = self._reused_host = 0
+        self._table.cut(0)
+
+    # --- layer by layer ---------------------------------------------------------------------------
+
+    def _use_before_end(self, loads: Sequence[Transfer], limit: int) -> None:
+        """Be granted now: the table names the pages that are coming (semantics §9.9)."""
+        if not loads:
+            return
+        size = self._page_size
+        for load in loads:
+            start = max(self._loaded, self._committed)
+            stop = min(load.depth, limit // size * size)
+            ids = load.device_ids[(start - load.start) // size : (stop - load.start) // size]
+            if load.funder is self:
+                self._loading -= load.num_pages
+            self._table.write(start // size, [ids])
+            self._loaded = stop
+        self._loads = tuple(loads)
+        self._reused += self._loaded - self._computed
+        self._reused_host += self._loaded - self._computed
+        self._computed = self.prefix_len = self._loaded
+        self.layers = self._controller.layer_waits(loads)
+
+    def _layerwise_load_ended(self, load: Transfer) -> None:
+        if not load.is_complete:
+            self._controller.leave_loads(self._loads, self)
+            self._loads = ()
+            if self._num_runs:
+                self._has_fallen = True
+            else:
+                self._fall_back()
+        elif all(other.is_complete for other in self._loads):
+            self._loads = ()
+            self._loaded = 0
+            if self._deferred and not self._num_runs:
+                self._publish_deferred()
+
+    def _fall_back(self) -> None:
+        """A load that the lease was using has failed: what is committed is what there is."""
+        own = self._loaded // self._page_size
+        keep = self._committed // self._page_size
+        dropped = self._table.cut(keep)
+        self._give_back([ids[max(0, own - keep) :] for ids in dropped])
+        lost = self._loaded - self._committed
+        self._reused -= lost
+        self._reused_host -= lost
+        self._computed = self.prefix_len = self._committed
+        self._cuts.append(self._committed)
+        self._loaded = self._deferred = 0
+        self._has_fallen = False
+
+    async def wait_layer(self, layer: int) -> None:
+        """Until the state of a layer of the prefix is on the device (with `layerwise=True`; at once
+        otherwise). For the loop; a worker thread calls `layers.wait(layer)`.
+
+        Raises:
+            LoadFailed: it will not come; the lease has fallen back, `next_chunk` goes on from
+                there. StaleError: a `reset()` came between.
+        """
+        await self.layers.arrive(layer)
 
     @property
     def hits(self) -> Hits:
         """Tokens that were reused instead of computed, by the tier they came from."""
-        return Hits(device=self._reused)
+        return Hits(device=self._reused - self._reused_host, host=self._reused_host)
 
     @property
     def why(self) -> str:
@@ -208,6 +435,8 @@ class Lease:
                 else "no whole page before the last token"
             )
         page = f"[{self.prefix_len}, {self.prefix_len + self._page_size})"
+        if self._shortened:
+            return f"page {page} did not come: {self._shortened}"
         if self._full_hit_length > self.prefix_len:
             return f"page {page} was known, but not on the device"
         return f"page {page} was not cached"
@@ -255,25 +484,34 @@ class Lease:
         """Go on from what others have published, if that is beyond what this lease has computed."""
         controller, tree, receipt = self._controller, self._controller.tree, self._receipt
         assert receipt is not None, "granted leases hold a receipt"
-        if self._num_runs or not controller.enabled:
+        if self._num_runs or self._loads or not controller.enabled:
             return
         self._seen = tree.growth
         boundary = tree.match_deeper(receipt, self.key, len(self) - 1)
         if boundary is None or boundary.depth <= self._computed:
             return
-        unspent, size = self.unspent, self._page_size
-        held = receipt.depth
-        tree.advance(receipt, boundary)
-        tree.count_hits(receipt, above=held)
-        own = slice(held // size, min(boundary.depth // size, self._table.num_pages))
-        superfluous = [ids[own].copy() for ids in self._table.ids]
-        gained = boundary.depth - self._computed
-        if self._computed == self.prefix_len:
-            self.prefix_len = boundary.depth
-        self._adopt_prefix(boundary.depth, tree.pages(boundary, self._committed))
-        controller.accounts.give_back(superfluous)
+        unspent, gained = self.unspent, boundary.depth - self._computed
+        self._take_over(boundary)
         controller.accounts.promise(self.unspent - unspent)
         controller.rematched(self, gained)
+
+    def _take_over(self, boundary: Boundary, *, from_host: int = 0) -> None:
+        """Hold a deeper device boundary, and use the tree's pages up to it instead of own ones."""
+        controller, tree, receipt = self._controller, self._controller.tree, self._receipt
+        assert receipt is not None, "granted leases hold a receipt"
+        size, held = self._page_size, receipt.depth
+        tree.advance(receipt, boundary)
+        tree.count_hits(receipt, above=held)
+        superfluous = []
+        if not self._loads:
+            own = slice(held // size, min(boundary.depth // size, self._table.num_pages))
+            superfluous = [ids[own].copy() for ids in self._table.ids]
+        if self._computed == self.prefix_len:
+            self.prefix_len = max(self.prefix_len, boundary.depth)
+        self._reused_host += from_host if boundary.depth > self._computed else 0
+        self._adopt_prefix(boundary.depth, tree.pages(boundary, self._committed))
+        if superfluous:
+            self._give_back(superfluous)
 
     def allocate(self, num_tokens: int) -> Chunk:
         """The next `num_tokens` tokens to compute, for callers that cut and schedule themselves.
@@ -332,16 +570,27 @@ class Lease:
         for chunk in chunks:
             if chunk.lease is self:
                 self._running.remove(chunk)
-                if computed and chunk.start <= self._computed:
+                if computed and chunk.start <= self._computed and not self._has_fallen:
                     self._count_computed(chunk.stop)
         if self._num_runs:
             return
-        if self._deferred and self.epoch == self._controller.epoch:
-            self._publish(min(self._deferred, self._computed))
-        self._deferred = 0
-        if self._closed:
-            self._release()
-            self._controller.ended(self)
+        if self.epoch != self._controller.epoch:
+            self._deferred = 0
+        elif self._has_fallen:
+            self._fall_back()
+        elif self._deferred and not self._loads:
+            self._publish_deferred()
+        if self._closed and not self._fences:
+            self._end()
+
+    def _end(self) -> None:
+        """Closed, and nobody touches its pages any more."""
+        self._release()
+        self._controller.ended(self)
+
+    def _publish_deferred(self) -> None:
+        stop, self._deferred = min(self._deferred, self._computed), 0
+        self._publish(stop)
 
     def _count_computed(self, stop: int) -> None:
         if stop > self._computed:
@@ -362,15 +611,22 @@ class Lease:
 
     # --- publish ----------------------------------------------------------------------------------
 
-    def commit(self, chunk: Chunk) -> int:
+    def commit(self, chunk: Chunk, *, ready: Any = None) -> int:
         """Publish the whole pages of `[0, chunk.stop)`: others may share them from now on.
 
         The chunk counts as computed, unless a run over it is under way: then that run says.
         Returns the depth from which the page table has changed (somebody else published the same
-        first; their pages count). While a run is active this is deferred to its end.
+        first; their pages count). While a run or a layer-wise load is active this is deferred to
+        its end.
+
+        `ready`: for a device that computes on after the run has returned: an awaitable, or an event
+        with an async `wait`, that is done when the chunk's pages are written. Until then nobody
+        copies them to the host and they stay this lease's, also after its end; another lease that
+        is granted them says so (`ready`). It must not fail: if it does, nobody knows what was
+        written, and the cache is `reset()`.
 
         Raises:
-            StaleError, ValueError: as `run`.
+            StaleError, ValueError: as `run`. TypeError: not a chunk, or nothing to wait for.
         """
         self.check()
         if not isinstance(chunk, Chunk):
@@ -382,7 +638,43 @@ class Lease:
             self.check_chunk(chunk, self.frontier if is_running else self._computed)
             if not is_running:
                 self._count_computed(chunk.stop)
+        if ready is not None:
+            self._raise_fence(chunk, as_awaitable(ready))
         return self._publish_when_quiet(chunk.stop)
+
+    def _raise_fence(self, chunk: Chunk, ready: Awaitable[object]) -> None:
+        first, last = chunk.start // self._page_size, -(-chunk.stop // self._page_size)
+        ids = self._table.ids[BASE][first:last].copy()
+        self._fences.append(self._controller.raise_fence(ids, ready, self._fence_lifted))
+
+    def _fence_lifted(self) -> None:
+        self._fences = [fence for fence in self._fences if not fence.lifted.is_set()]
+        if self._fences:
+            return
+        retired, self._retired = self._retired, []
+        if self.epoch == self._controller.epoch:
+            for pages in retired:
+                self._controller.accounts.give_back(pages)
+        else:
+            for pages in retired:
+                self._controller.accounts.give_back_stale(pages)
+        if self._closed and not self._num_runs:
+            self._end()
+
+    async def ready(self) -> None:
+        """Until all of the prefix is written (see `commit`): for a device that may read it before.
+
+        Not needed where the same stream writes and reads.
+        """
+        for fence in self._controller.fences.over(self._table.ids[BASE][: self._table.num_pages]):
+            await fence.lifted.wait()
+
+    def _give_back(self, pages: Sequence[PageIds]) -> None:
+        """Own pages that the lease does not need any more; a fence over them may still stand."""
+        if self._fences:
+            self._retired.append(tuple(pages))
+        else:
+            self._controller.accounts.give_back(pages)
 
     def finish(self) -> int:
         """Publish the whole pages of all that is computed, with a boundary at the prompt's end
@@ -396,8 +688,9 @@ class Lease:
         self.close()
 
     def _publish_when_quiet(self, stop: int) -> int:
-        """Now, or when the last run has ended: the table must not change under a running model."""
-        if self._num_runs:
+        """Now, or when the last run and the load above which it stands have ended: the table must
+        not change under a running model, nor the tree hold what hangs in the air."""
+        if self._num_runs or self._loads:
             self._deferred = max(self._deferred, stop)
             return self._committed
         return self._publish(stop)
@@ -424,7 +717,7 @@ class Lease:
         if first_changed < stop:
             canonical = tree.pages(result.boundary, first_changed)
             self._table.write(first_changed // self._page_size, canonical)
-            controller.accounts.give_back(result.duplicates)
+            self._give_back(result.duplicates)
             controller.counters.pages_duplicate += sum(map(len, result.duplicates))
         self._committed = stop
         controller.committed(self, published)
@@ -468,6 +761,8 @@ class Lease:
             )
         if self._num_runs:
             raise ValueError("cannot truncate while a run is active: it may be writing there")
+        if length < self._loaded:
+            raise ValueError(f"cannot truncate to {length}: [0, {self._loaded}) is being loaded")
         self.key.truncate(length)
         self._cuts.append(length)
         self._computed = min(self._computed, length)
@@ -475,7 +770,7 @@ class Lease:
         if keep < self._table.num_pages:
             unspent = self.unspent
             accounts = self._controller.accounts
-            accounts.give_back(self._table.cut(keep))
+            self._give_back(self._table.cut(keep))
             accounts.promise(self.unspent - unspent)
             self._controller.admission.look_again()
 
@@ -545,23 +840,34 @@ class Lease:
         accounts.promise(-min(missing, unspent))
 
     def held_pages(self) -> list[PageIds]:
-        """Per component, all pages that the lease holds: the tree's, then its own."""
-        return [ids[: self._table.num_pages] for ids in self._table.ids]
+        """Per component, all pages that the lease holds: the tree's, a load's, its own."""
+        return self._with_retired([ids[: self._table.num_pages] for ids in self._table.ids])
 
     def private_pages(self) -> list[PageIds]:
         """Per component, the pages that are the lease's own."""
-        first = self._committed // self._page_size
-        return [ids[first : self._table.num_pages] for ids in self._table.ids]
+        first = max(self._committed, self._loaded) // self._page_size
+        return self._with_retired([ids[first : self._table.num_pages] for ids in self._table.ids])
+
+    def _with_retired(self, pages: list[PageIds]) -> list[PageIds]:
+        if not self._retired:
+            return pages
+        return [
+            np.concatenate((ids, *retired))
+            for ids, *retired in zip(pages, *self._retired, strict=True)
+        ]
 
     @property
     def num_private_pages(self) -> int:
         """Pages of each component that are the lease's own."""
-        return self._table.num_pages - self._committed // self._page_size
+        return self._table.num_pages - max(self._committed, self._loaded) // self._page_size
 
     @property
     def unspent(self) -> int:
         """Pages of each component that admission promised and the lease has not taken."""
-        return 0 if self._closed else max(0, self._admitted_pages - self._table.num_pages)
+        if self._closed:
+            return 0
+        lost = (self._loaded - self._committed) // self._page_size if self._has_fallen else 0
+        return max(0, self._admitted_pages - self._table.num_pages - self._loading + lost)
 
     def pages_beyond_promise(self, num_tokens: int) -> int:
         """Pages that `num_tokens` tokens would take beyond what the lease has or was promised."""
@@ -612,6 +918,17 @@ class Lease:
         return len(self._cuts)
 
     @property
+    def published(self) -> Boundary:
+        """The end of what it holds of the tree."""
+        assert self._receipt is not None, "granted leases hold a receipt"
+        return Boundary(self._receipt.node, self._receipt.depth)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a run may be touching its pages."""
+        return self._num_runs > 0
+
+    @property
     def committed(self) -> int:
         """Tokens that are published, and so read-only."""
         return self._committed
@@ -648,9 +965,13 @@ class Lease:
         if self.epoch == controller.epoch:
             controller.accounts.promise(-self.unspent)
         self._closed = True
-        if not self._num_runs:
+        if self._loads:
+            controller.leave_loads(self._loads, self)
+            self._loads = ()
+        is_running = self._num_runs > 0 or bool(self._fences)
+        if not is_running:
             self._release()
-        controller.released(self, is_running=self._num_runs > 0)
+        controller.released(self, is_running=is_running)
 
     async def aclose(self) -> None:
         """`close`, for `contextlib.aclosing` and symmetry with `acquire`; does not wait."""
@@ -662,10 +983,12 @@ class Lease:
             return
         if self.epoch != controller.epoch:
             controller.accounts.give_back_stale(self.held_pages())
+            self._retired = []
         else:
             controller.tree.dec_lock_ref(receipt)
-            if self.num_private_pages:
+            if self.num_private_pages or self._retired:
                 controller.accounts.give_back(self.private_pages())
+                self._retired = []
         self._receipt = None
 
     def check(self) -> None:
@@ -697,21 +1020,31 @@ class Lease:
             )
 
 
+async def _first_failure(loads: Sequence[Transfer]) -> Transfer | None:
+    """Wait for loads, root first; the first that has not brought all of it, or None."""
+    for load in loads:
+        await load.ended.wait()
+        if not load.is_complete:
+            return load
+    return None
+
+
 class LeaseContext:
     """`async with cache.lease(…) as lease`."""
 
-    __slots__ = ("_entered", "_lease", "_timeout")
+    __slots__ = ("_entered", "_lease", "_load_timeout", "_timeout")
 
-    def __init__(self, lease: Lease, timeout: float | None) -> None:
+    def __init__(self, lease: Lease, timeout: float | None, load_timeout: float | None) -> None:
         self._lease = lease
         self._timeout = timeout
+        self._load_timeout = load_timeout
         self._entered = False
 
     async def __aenter__(self) -> Lease:
         if self._entered:  # also while it still waits: granted twice, it would hold two prefixes
             raise ClosedError("this lease was entered before: ask the cache for a new one")
         self._entered = True
-        await self._lease.grant(self._timeout)
+        await self._lease.grant(self._timeout, self._load_timeout)
         return self._lease
 
     async def __aexit__(

@@ -31,6 +31,7 @@ class EventKind(Enum):
     GRANTED = "granted"  # a lease was admitted
     REMATCHED = "rematched"  # a lease goes on from what another has published
     COMMITTED = "committed"  # a lease has published tokens
+    LOADED = "loaded"  # a load has lengthened a lease's prefix
     RELEASED = "released"  # a lease has ended
 
 

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import numpy as np
 
+from tiered_cache.layers import LayerProgress, load_failed, stale_load
 from tiered_cache.transfer.copier import Direction
 from tiered_cache.types import Boundary, Tier
 
@@ -37,7 +38,21 @@ NO_IDS: Final = np.empty(0, np.int32)
 class Waiter(Protocol):
     """Somebody who needs a load. Told in its commit beat, while the load still holds the path."""
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a run may be reading the pages that it was given."""
+
     def on_load_ended(self, load: Transfer) -> None: ...
+
+
+class Retired(NamedTuple):
+    """Pages that go home when none of `readers` is running."""
+
+    target: Tier
+    component: int
+    epoch: int
+    ids: PageIds
+    readers: list[Waiter]
 
 
 class Transfer:
@@ -50,6 +65,7 @@ class Transfer:
 
     __slots__ = (
         "batch",
+        "by_layer",
         "component",
         "depth",
         "device_ids",
@@ -63,8 +79,8 @@ class Transfer:
         "num_committed",
         "num_moved",
         "on_end",
-        "on_progress",
         "pinned",
+        "progress",
         "start",
         "started_at",
         "target",
@@ -92,12 +108,17 @@ class Transfer:
         self.funder: Waiter | None = None
         self.ended = asyncio.Event()
         self.on_end: Callable[[Transfer], None] | None = None
-        self.on_progress: Callable[[Transfer], None] | None = None
+        self.by_layer = False
+        self.progress: LayerProgress | None = None
         self.started_at = 0.0
 
     @property
     def target_ids(self) -> PageIds:
         return self.device_ids if self.target is Tier.DEVICE else self.host_ids
+
+    @property
+    def kind(self) -> str:
+        return "load" if self.target is Tier.DEVICE else "store"
 
     @property
     def num_pages(self) -> int:
@@ -109,8 +130,7 @@ class Transfer:
         return self.num_committed == self.num_pages
 
     def __repr__(self) -> str:
-        name = "load" if self.target is Tier.DEVICE else "store"
-        return f"<{name} of [{self.start}:{self.depth}), {self.num_pages} pages>"
+        return f"<{self.kind} of [{self.start}:{self.depth}), {self.num_pages} pages>"
 
 
 class Transfers:
@@ -133,6 +153,7 @@ class Transfers:
         self._changed = changed
         self._loop = asyncio.get_running_loop()
         self._active: dict[Transfer, None] = {}  # a dict for its order
+        self._retired: list[Retired] = []
 
     # --- start ------------------------------------------------------------------------------------
 
@@ -146,7 +167,7 @@ class Transfers:
         on_end: Callable[[Transfer], None],
     ) -> Transfer:
         """Copy pages that the tree has on the device to rows that the caller has taken."""
-        transfer = Transfer(Tier.HOST, boundary, start, component, self._tree.receipts.epoch)
+        transfer = Transfer(Tier.HOST, boundary, start, component, self._tree.epoch)
         transfer.on_end = on_end
         self._counters.stores += 1
         jobs = self._mover.copier.plan(Direction.STORE, component, device_ids, host_ids)
@@ -161,23 +182,21 @@ class Transfers:
         host_ids: PageIds,
         funder: Waiter,
         *,
-        on_progress: Callable[[Transfer], None] | None = None,
+        by_layer: bool = False,
     ) -> Transfer:
         """Copy rows that the tree has on the host to pages that the caller has taken. `funder`
         waits for it, and is who the pages were promised to.
 
-        With `on_progress` it goes layer by layer, and is told after each job; it commits all or
-        nothing.
+        `by_layer`: its layers are waited for one by one, and it commits all or nothing.
         """
-        transfer = Transfer(Tier.DEVICE, boundary, start, component, self._tree.receipts.epoch)
-        if on_progress is not None:
-            transfer.on_progress = on_progress
+        transfer = Transfer(Tier.DEVICE, boundary, start, component, self._tree.epoch)
+        transfer.by_layer = by_layer
         transfer.funder = funder
         transfer.waiters.add(funder)
         self._counters.loads += 1
-        jobs = self._mover.copier.plan(
-            Direction.LOAD, component, device_ids, host_ids, by_layer=on_progress is not None
-        )
+        copier = self._mover.copier
+        jobs = copier.plan(Direction.LOAD, component, device_ids, host_ids, by_layer=by_layer)
+        transfer.progress = LayerProgress(copier.layers(component), jobs)
         return self._begin(transfer, device_ids, host_ids, jobs)
 
     def _begin(
@@ -191,9 +210,21 @@ class Transfers:
         transfer.node = transfer.pinned.receipt.node
         transfer.started_at = self._loop.time()
         self._active[transfer] = None
-        on_job = None if transfer.on_progress is None else partial(transfer.on_progress, transfer)
+        on_job = partial(self._layers_moved, transfer) if transfer.by_layer else None
         transfer.batch = self._mover.start(jobs, partial(self._moved, transfer), on_job)
         return transfer
+
+    @staticmethod
+    def _layers_moved(load: Transfer) -> None:
+        batch, progress = load.batch, load.progress
+        assert batch is not None, "set when it began"
+        assert progress is not None, "loads have it"
+        done, jobs = batch.num_done, batch.jobs
+        # A layer may be in several jobs, and the next one begin within a layer.
+        moved = {layer for job in jobs[:done] for layer in job.layers or ()}
+        if done < len(jobs):
+            moved.difference_update(jobs[done].layers or ())
+        progress.advance(len(moved))
 
     def join(self, load: Transfer, waiter: Waiter) -> None:
         """One more needs it."""
@@ -222,11 +253,11 @@ class Transfers:
         assert batch is not None, "set when it began"
         transfer.has_moved = True
         transfer.error = batch.error
-        if transfer.on_progress is None:
+        if not transfer.by_layer:
             transfer.num_moved = batch.num_pages_done
         elif batch.num_done == len(batch.jobs):
             transfer.num_moved = transfer.num_pages
-        if transfer.epoch != self._tree.receipts.epoch:
+        if transfer.epoch != self._tree.epoch:
             self._end_stale(transfer)
         elif transfer.target is Tier.HOST:
             self._commit(transfer)
@@ -248,7 +279,7 @@ class Transfers:
 
     @property
     def _epoch(self) -> int:
-        return self._tree.receipts.epoch
+        return self._tree.epoch
 
     def _commit(self, transfer: Transfer) -> None:
         tree, count, index = self._tree, transfer.num_moved, transfer.component
@@ -260,7 +291,6 @@ class Transfers:
             boundary = Boundary(transfer.node, depth)
             unused = tree.commit_transfer(boundary, index, transfer.target, ids[:count])
         allocator = self._tiers[transfer.target].allocators[index]
-        allocator.free(unused)
         allocator.free(ids[count:])
         transfer.num_committed = count
         self._count(transfer)
@@ -268,11 +298,41 @@ class Transfers:
             waiter.on_load_ended(transfer)
         if transfer.funder is not None and transfer.funder not in transfer.waiters:
             transfer.funder.on_load_ended(transfer)
+        self._retire(transfer, unused)
         tree.unpin_transfer(transfer.pinned)
+        if transfer.progress is not None:
+            if transfer.is_complete:
+                transfer.progress.finish()
+            else:
+                transfer.progress.fail(load_failed(transfer.error))
         transfer.ended.set()
         if transfer.on_end is not None:
             transfer.on_end(transfer)
         self._changed()
+
+    def _retire(self, transfer: Transfer, ids: PageIds) -> None:
+        """Target pages that the tree did not take, because somebody else had published the same
+        meanwhile. A run of a layer-wise lease may still be reading them."""
+        if not len(ids):
+            return
+        readers = [waiter for waiter in transfer.waiters if waiter.is_running]
+        if readers:
+            retired = Retired(transfer.target, transfer.component, self._tree.epoch, ids, readers)
+            self._retired.append(retired)
+        else:
+            self._tiers[transfer.target].allocators[transfer.component].free(ids)
+
+    def release_retired(self) -> None:
+        """A run has ended."""
+        for retired in tuple(self._retired):
+            if any(reader.is_running for reader in retired.readers):
+                continue
+            self._retired.remove(retired)
+            tier = self._tiers[retired.target]
+            if retired.epoch == self._tree.epoch:
+                tier.allocators[retired.component].free(retired.ids)
+            else:
+                tier.give_back_stale(self._by_component(retired.component, retired.ids))
 
     def _count(self, transfer: Transfer) -> None:
         counters, failed = self._counters, transfer.error is not None
@@ -286,7 +346,7 @@ class Transfers:
     def _end_stale(self, transfer: Transfer) -> None:
         del self._active[transfer]
         tier = self._tiers[transfer.target]
-        tier.give_back_stale(self._by_component(transfer))
+        tier.give_back_stale(self._by_component(transfer.component, transfer.target_ids))
         transfer.ended.set()
         if transfer.on_end is not None:
             transfer.on_end(transfer)
@@ -313,16 +373,25 @@ class Transfers:
             else:
                 transfer.ended.set()
                 self._cancel(transfer)
+            if transfer.progress is not None:
+                transfer.progress.fail(stale_load())
 
     # --- looking ----------------------------------------------------------------------------------
 
     def held(self, tier: Tier) -> list[list[PageIds]]:
-        """Target ids on a tier, by transfer and component."""
-        return [
-            self._by_component(transfer)
+        """Pages of this epoch on a tier that are no longer free and not yet the tree's: by
+        component, for each that holds some."""
+        held = [
+            (transfer.component, transfer.target_ids)
             for transfer in self._active
-            if transfer.target is tier
+            if transfer.target is tier and transfer.epoch == self._tree.epoch
         ]
+        held += [
+            (retired.component, retired.ids)
+            for retired in self._retired
+            if retired.target is tier and retired.epoch == self._tree.epoch
+        ]
+        return [self._by_component(*pages) for pages in held]
 
     def num_in_flight(self, tier: Tier, component: int) -> int:
         """Target pages of this epoch's transfers."""
@@ -333,10 +402,19 @@ class Transfers:
             and transfer.epoch == self._epoch
         )
 
-    def _by_component(self, transfer: Transfer) -> list[PageIds]:
-        ids: list[PageIds] = [NO_IDS] * len(self._tree.components)
-        ids[transfer.component] = transfer.target_ids
-        return ids
+    def num_retired(self, tier: Tier, component: int) -> int:
+        """Pages of this epoch that nobody needs, and a run may still be reading."""
+        return sum(
+            len(retired.ids)
+            for retired in self._retired
+            if (retired.target, retired.component) == (tier, component)
+            and retired.epoch == self._epoch
+        )
+
+    def _by_component(self, component: int, ids: PageIds) -> list[PageIds]:
+        by_component: list[PageIds] = [NO_IDS] * len(self._tree.components)
+        by_component[component] = ids
+        return by_component
 
     def __iter__(self) -> Iterator[Transfer]:
         return iter(tuple(self._active))

@@ -120,6 +120,11 @@ class RadixTree:
             return (ComponentData(stamp),)  # half the time of a comprehension
         return tuple([ComponentData(stamp) for _ in self.components])
 
+    @property
+    def epoch(self) -> int:
+        """Counts resets: what is from an earlier one is stale."""
+        return self.receipts.epoch
+
     # --- match ------------------------------------------------------------------------------------
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:

@@ -19,7 +19,7 @@ from tiered_cache.errors import IntegrityError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from tiered_cache.pools.allocator import Allocator
+    from tiered_cache.pools.allocator import PageAllocator
     from tiered_cache.stats import Counters
     from tiered_cache.tree.radix import RadixTree
     from tiered_cache.types import EvictResult, PageIds
@@ -31,7 +31,7 @@ class TierPages:
     __slots__ = ("_counters", "_stale_refs", "_tree", "allocators")
 
     def __init__(
-        self, tree: RadixTree, allocators: Sequence[Allocator], counters: Counters
+        self, tree: RadixTree, allocators: Sequence[PageAllocator], counters: Counters
     ) -> None:
         self._tree = tree
         self._counters = counters
@@ -116,7 +116,7 @@ class PageAccounts(TierPages):
     def __init__(
         self,
         tree: RadixTree,
-        allocators: Sequence[Allocator],
+        allocators: Sequence[PageAllocator],
         counters: Counters,
         host: HostPages | None = None,
     ) -> None:

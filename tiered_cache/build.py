@@ -15,12 +15,15 @@ import numpy as np
 import torch
 
 from tiered_cache.config.schema import MAX_BYTES, MAX_BYTES_TEXT
+from tiered_cache.controller import HostTier
 from tiered_cache.errors import ConfigError, ConfigProblem
-from tiered_cache.pools.allocator import PageAllocator
+from tiered_cache.pools.allocator import PageAllocator, RunAllocator
 from tiered_cache.pools.device import DevicePools
+from tiered_cache.pools.host import HostArena
 from tiered_cache.pools.memory import available_bytes
 from tiered_cache.pools.spec import page_bytes, row_layout
 from tiered_cache.strategies.registry import select_strategy
+from tiered_cache.transfer.cpu import CpuCopier
 from tiered_cache.tree.components.full import FullComponent
 from tiered_cache.tree.radix import RadixTree
 from tiered_cache.types import Tier
@@ -85,6 +88,7 @@ class Parts:
     allocators: tuple[PageAllocator, ...]
     pools: DevicePools
     page_size: int
+    host: HostTier | None
 
 
 def build(
@@ -112,20 +116,48 @@ def build(
     if problems:
         raise ConfigError(problems)
     components = tuple(COMPONENT_KINDS[part.kind](part.id) for part in sizing.stack.components)
-    with _refused_memory(config, sizing):
+    with _refused_memory(config, sizing, Tier.DEVICE):
         pools = DevicePools(sizing.stack.pools, sizing.num_pages, config.device.type, device_pools)
         allocators = tuple(
             PageAllocator(pools.num_pages[part.id], check=config.check)
             for part in sizing.stack.components
         )
+    host = None
+    if config.host is not None and config.mode == "on":
+        host = _make_host_tier(config, sizing, pools)
     return Parts(
         tree=RadixTree(
-            components, config.page_size, policy=config.device.eviction_policy, observers=observers
+            components,
+            config.page_size,
+            policy=config.device.eviction_policy,
+            host_policy=config.host.eviction_policy if config.host is not None else "lru",
+            observers=observers,
+            mirrors_are_spare=config.host is not None and config.host.write_policy == "write_back",
         ),
         components=components,
         allocators=allocators,
         pools=pools,
         page_size=config.page_size,
+        host=host,
+    )
+
+
+def _make_host_tier(config: Config, sizing: Sizing, pools: DevicePools) -> HostTier:
+    assert config.host is not None, "the caller has looked"
+    assert sizing.host_pages is not None, "sized from it"
+    is_cuda = pools.device.type == "cuda"
+    with _refused_memory(config, sizing, Tier.HOST):
+        arenas = [
+            HostArena(sizing.row_layout(part.id), sizing.host_pages[part.id], pinned=is_cuda)
+            for part in sizing.stack.components
+        ]
+        allocators = [RunAllocator(arena.num_pages, check=config.check) for arena in arenas]
+    return HostTier(
+        allocators=allocators,
+        copier=CpuCopier(pools, arenas),
+        write_policy=config.host.write_policy,
+        load_back_threshold=config.host.load_back_threshold,
+        touch=[chunk.touch for arena in arenas for chunk in arena.chunks()],
     )
 
 
@@ -282,17 +314,18 @@ def _what_fits(config: Config, sizing: Sizing, num_bytes: int) -> str:
 
 
 @contextmanager
-def _refused_memory(config: Config, sizing: Sizing) -> Iterator[None]:
+def _refused_memory(config: Config, sizing: Sizing, tier: Tier) -> Iterator[None]:
     """What is said when memory is out, as a problem with the setting that asked for so much."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:  # torch says RuntimeError when memory is out
-        message = (
-            f"the machine refused {sizing.device_bytes:,} bytes on {config.device.type}, or the "
-            "lists of their page ids"
+        num_bytes, place = sizing.device_bytes, f"on {config.device.type}"
+        if tier is Tier.HOST:
+            num_bytes, place = sizing.host_bytes, "for the host tier"
+        message = f"the machine refused {num_bytes:,} bytes {place}, or the lists of their page ids"
+        raise ConfigError([config.problem(budget_key(config, tier), message, "write less")]) from (
+            error
         )
-        key = budget_key(config, Tier.DEVICE)
-        raise ConfigError([config.problem(key, message, "write less")]) from error
 
 
 def _placed(config: Config, problem: ConfigProblem) -> ConfigProblem:

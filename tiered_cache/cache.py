@@ -6,15 +6,17 @@ Tells the story and delegates: the tree decides, the controller sequences, lease
 from __future__ import annotations
 
 from bisect import bisect_left
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tiered_cache.build import build
 from tiered_cache.config import Config
-from tiered_cache.controller import HybridCacheController
+from tiered_cache.controller import Executors, HybridCacheController
 from tiered_cache.errors import ClosedError
-from tiered_cache.jobs import DaemonExecutor
+from tiered_cache.jobs import DaemonExecutor, run_to_end, submit
 from tiered_cache.keys import RadixKey, check_token
 from tiered_cache.lease import Lease, LeaseContext, find_chunks
+from tiered_cache.ranks import SingleRank
 from tiered_cache.types import MatchPrefixParams, seconds, whole_number
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from tiered_cache.build import Parts
     from tiered_cache.observe import Observer
     from tiered_cache.pools.device import DevicePools
+    from tiered_cache.ranks import Ranks
     from tiered_cache.stats import CacheStats
     from tiered_cache.tree.radix import RadixTree
     from tiered_cache.types import Outstanding
@@ -49,6 +52,9 @@ class UnifiedRadixCache:
         device_pools: Mapping[str, Sequence[torch.Tensor]] | None = None,
         observers: Sequence[Observer] = (),
         run_executor: concurrent.futures.Executor | None = None,
+        copy_executor: concurrent.futures.Executor | None = None,
+        io_executor: concurrent.futures.Executor | None = None,
+        ranks: Ranks | None = None,
     ) -> Opening:
         """`async with UnifiedRadixCache.open(config) as cache`, or `cache = await
         UnifiedRadixCache.open(config)`.
@@ -58,8 +64,10 @@ class UnifiedRadixCache:
             device_pools: your own device tensors: pool name to one tensor per layer; they define
                 the page count.
             observers: told of every change, synchronously (see `tiered_cache.observe`).
-            run_executor: where `run` computes; yours to shut down. Default: own daemon threads,
-                `run_threads` of them.
+            run_executor, copy_executor, io_executor: where `run` computes, where pages are copied,
+                and where the rest is done that takes long; yours to shut down. Default: own daemon
+                threads, of which `run_threads` compute and one copies.
+            ranks: how this rank of a model agrees with the others (default: there are none).
 
         Raises:
             ConfigError: with all that is wrong, when awaited or entered.
@@ -68,7 +76,8 @@ class UnifiedRadixCache:
             raise TypeError(
                 f"open takes a Config, not {type(config).__name__}: open(load_config(…))"
             )
-        return Opening(config, device_pools, observers, run_executor)
+        executors = (run_executor, copy_executor, io_executor)
+        return Opening(config, device_pools, observers, executors, ranks or SingleRank())
 
     # --- for a serving loop -----------------------------------------------------------------------
 
@@ -80,7 +89,9 @@ class UnifiedRadixCache:
         cache_salt: str | None = None,
         priority: int = 0,
         timeout: float | None = None,
+        load_timeout: float | None = None,
         reserve: int = 0,
+        layerwise: bool = False,
     ) -> LeaseContext:
         """A hold on the longest cached prefix of a prompt: `async with cache.lease(prompt) as
         lease`.
@@ -92,7 +103,11 @@ class UnifiedRadixCache:
             priority: of what is published, for the eviction policy `priority`: higher stays longer.
             timeout: seconds to wait for admission (None: as long as it takes). The only limit that
                 raises.
+            load_timeout: seconds to wait for what the host has (None: as long as it takes). After
+                that the prefix is shorter, and `Lease.why` says so.
             reserve: tokens that `append` must be able to take, whatever others do.
+            layerwise: do not wait for the load: the model waits for each layer before it reads it
+                (`Lease.layers.wait`).
 
         Raises:
             ValueError, TypeError: tokens or arguments that make no sense (at once).
@@ -108,10 +123,11 @@ class UnifiedRadixCache:
         priority, reserve = whole_number("priority", priority), whole_number("reserve", reserve)
         if reserve < 0:
             raise ValueError(f"reserve must not be negative, not {reserve}")
-        timeout = seconds("timeout", timeout)
-        return LeaseContext(
-            Lease(self._controller, key, priority=priority, reserve=reserve), timeout
+        timeout, load_timeout = seconds("timeout", timeout), seconds("load_timeout", load_timeout)
+        lease = Lease(
+            self._controller, key, priority=priority, reserve=reserve, layerwise=layerwise is True
         )
+        return LeaseContext(lease, timeout, load_timeout)
 
     async def acquire(self, tokens: Any, **options: Any) -> Lease:
         """`lease` for callers whose requests do not fit a block: end it with `await
@@ -186,6 +202,7 @@ class UnifiedRadixCache:
             f"{len(key)} tokens, {whole // page_size} whole pages of {page_size}",
             f"on the device: {match.device_length} tokens; "
             f"known to the tree: {match.full_hit_length}",
+            f"on the host beyond it: {match.host_hit_length} tokens",
         ]
         if not self._controller.enabled:
             lines.append("the cache is off (mode: off)")
@@ -284,37 +301,59 @@ class Opening:
     """What `open` returns: awaitable, and an asynchronous context manager that closes what it
     opened."""
 
-    __slots__ = ("_cache", "_config", "_device_pools", "_observers", "_run_executor")
+    __slots__ = ("_cache", "_config", "_device_pools", "_executors", "_observers", "_ranks")
 
     def __init__(
         self,
         config: Config,
         device_pools: Mapping[str, Sequence[torch.Tensor]] | None,
         observers: Sequence[Observer],
-        run_executor: concurrent.futures.Executor | None,
+        executors: Sequence[concurrent.futures.Executor | None],
+        ranks: Ranks,
     ) -> None:
         self._config = config
         self._device_pools = device_pools
         self._observers = observers
-        self._run_executor = run_executor
+        self._executors = executors
+        self._ranks = ranks
         self._cache: UnifiedRadixCache | None = None
 
     def __await__(self) -> Generator[Any, None, UnifiedRadixCache]:
         return self._open().__await__()
 
     async def _open(self) -> UnifiedRadixCache:
-        parts = build(self._config, device_pools=self._device_pools, observers=self._observers)
-        executor = self._run_executor
-        controller = HybridCacheController(
-            parts.tree,
-            parts.allocators,
-            executor or DaemonExecutor("run", self._config.run_threads),
-            owns_executor=executor is None,
-            enabled=self._config.mode == "on",
-            observers=parts.tree.observers,
-        )
-        await controller.start()
+        executors = self._make_executors()
+        try:
+            # In a thread: memory is made ready and files are read.
+            work = partial(
+                build, self._config, device_pools=self._device_pools, observers=self._observers
+            )
+            parts = await run_to_end(submit(executors.io, work))
+            controller = HybridCacheController(
+                parts.tree,
+                parts.allocators,
+                executors=executors,
+                host=parts.host,
+                enabled=self._config.mode == "on",
+                observers=parts.tree.observers,
+                ranks=self._ranks,
+            )
+            await controller.start()
+        except BaseException:
+            for executor in executors.owned:
+                executor.shutdown(wait=False)
+            raise
         return UnifiedRadixCache(parts, controller)
+
+    def _make_executors(self) -> Executors:
+        """The user's, and daemon threads where they brought none."""
+        threads = {"run": self._config.run_threads, "copy": 1, "io": 1}
+        run, copy, io = [
+            given or DaemonExecutor(name, count)
+            for given, (name, count) in zip(self._executors, threads.items(), strict=True)
+        ]
+        owned = [executor for executor in (run, copy, io) if executor not in self._executors]
+        return Executors(run, copy, io, owned)
 
     async def __aenter__(self) -> UnifiedRadixCache:
         if self._cache is not None:

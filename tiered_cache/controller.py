@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from tiered_cache.accounts import TierPages
     from tiered_cache.fences import Fence
     from tiered_cache.lease import Chunk, Lease
-    from tiered_cache.pools.allocator import PageAllocator, RunAllocator
+    from tiered_cache.pools.allocator import PageAllocator
     from tiered_cache.ranks import Ranks
     from tiered_cache.transfer.copier import Copier
     from tiered_cache.transfers import Transfer
@@ -70,10 +70,12 @@ WRITE_THROUGH_THRESHOLDS: Final = {"write_through": 1, "write_through_selective"
 
 @dataclass(frozen=True, slots=True)
 class Executors:
-    """Where the cache's work runs. `owned`: those that are shut down with it."""
+    """Where the cache's work runs: models, copies, and what takes long and is neither. `owned`:
+    those that are shut down with it."""
 
     run: concurrent.futures.Executor
     copy: concurrent.futures.Executor
+    io: concurrent.futures.Executor
     owned: Sequence[concurrent.futures.Executor] = ()
 
 
@@ -97,7 +99,7 @@ class HostTier:
     a piece per call, ahead of need; in a thread.
     """
 
-    allocators: Sequence[PageAllocator | RunAllocator]
+    allocators: Sequence[PageAllocator]
     copier: Copier
     write_policy: str
     load_back_threshold: int
@@ -109,7 +111,7 @@ class HybridCacheController:
 
     Args:
         tree, allocators: the index, and the device's pages in dense component order.
-        executors: where models run and where copies do; `owned` ones are shut down at the end.
+        executors: where its work runs.
         host: the second tier, if there is one.
         enabled: False for comparing with and without: nothing matches and nothing is kept.
         ranks: whom to agree with.
@@ -188,14 +190,12 @@ class HybridCacheController:
             self._supervisor.spawn(self._touch(self._host.touch), "touch")
 
     async def _touch(self, pieces: Sequence[Callable[[], None]]) -> None:
-        """Make the host's memory ready ahead of need; whoever is faster only waits for the kernel.
-
-        Copies come first: a piece is begun when none is under way.
-        """
+        """Make the host's memory ready ahead of need; whoever is faster only waits for the
+        kernel."""
         for piece in pieces:
             if self.closed:
                 return
-            await run_to_end(submit(self._executors.copy, piece), self._given_up)
+            await run_to_end(submit(self._executors.io, piece), self._given_up)
 
     def now(self) -> float:
         """Seconds on the loop's clock."""
@@ -637,7 +637,13 @@ class HybridCacheController:
         counters.background_failures = self._supervisor.num_failures
         num_leases = sum(lease.id not in self._ending for lease in leases)
         return CacheStats(
-            pools, host, self.tree.num_nodes, num_leases, len(self.admission), len(self._runs), counters
+            pools,
+            host,
+            self.tree.num_nodes,
+            num_leases,
+            len(self.admission),
+            len(self._runs),
+            counters,
         )
 
     def check_integrity(self) -> None:

@@ -82,5 +82,5 @@ def as_awaitable(ready: Any) -> Awaitable[object]:
         return ready
     wait = getattr(ready, "wait", None)
     if inspect.iscoroutinefunction(wait):
-        return wait()  # type: ignore[no-any-return]
+        return wait()
     raise TypeError(f"ready must be awaitable or an event, not {type(ready).__name__}")

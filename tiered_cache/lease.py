@@ -123,8 +123,8 @@ class Lease:
         "_reused",
         "_reused_host",
         "_running",
-        "_shortened",
         "_seen",
+        "_shortened",
         "_table",
         "epoch",
         "granted_at",
@@ -321,9 +321,7 @@ class Lease:
             boundary = tree.match_deeper(receipt, self.key, limit)
             if boundary is not None:
                 brought = load.start + load.num_committed * self._page_size
-                from_host = max(
-                    0, min(boundary.depth, brought) - max(self._committed, load.start)
-                )
+                from_host = max(0, min(boundary.depth, brought) - max(self._committed, load.start))
                 gained = boundary.depth - self._computed
                 self._take_over(boundary, from_host=from_host)
                 if gained > 0:
@@ -388,6 +386,8 @@ class Lease:
             else:
                 self._fall_back()
         elif all(other.is_complete for other in self._loads):
+            brought = sum(other.num_pages for other in self._loads) * self._page_size
+            self._controller.loaded(self, brought, from_host=brought)
             self._loads = ()
             self._loaded = 0
             if self._deferred and not self._num_runs:
@@ -497,7 +497,7 @@ class Lease:
 
     def _take_over(self, boundary: Boundary, *, from_host: int = 0) -> None:
         """Hold a deeper device boundary, and use the tree's pages up to it instead of own ones."""
-        controller, tree, receipt = self._controller, self._controller.tree, self._receipt
+        tree, receipt = self._controller.tree, self._receipt
         assert receipt is not None, "granted leases hold a receipt"
         size, held = self._page_size, receipt.depth
         tree.advance(receipt, boundary)

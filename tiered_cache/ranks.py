@@ -1,9 +1,9 @@
 """The seam between ranks of one model: what they must agree upon, and where (semantics §10.10).
 
-Each rank has its own cache, tree and tiers; their orders may differ, their grants may not. So before
-anything that changes what a lease holds, the ranks intersect the sets of boundaries that each could
-offer. Owns: the contract, and the default for a model on a single rank. Refuses to know: how ranks
-talk to each other.
+Each rank has its own cache, tree and tiers; their orders may differ, their grants may not. So
+before anything that changes what a lease holds, the ranks intersect the sets of boundaries that
+each could offer. Owns: the contract, and the default for a model on a single rank. Refuses to know:
+how ranks talk to each other.
 """
 
 from __future__ import annotations

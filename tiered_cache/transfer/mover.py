@@ -53,10 +53,7 @@ class Batch:
     )
 
     def __init__(
-        self,
-        jobs: Sequence[CopyJob],
-        on_end: Callable[[], None],
-        on_job: Callable[[], None] | None,
+        self, jobs: Sequence[CopyJob], on_end: Callable[[], None], on_job: Callable[[], None] | None
     ) -> None:
         self.jobs = jobs
         self.num_started = 0

@@ -135,7 +135,6 @@ def _check_leaf_sets(tree: RadixTree, nodes: list[Node], faults: list[str]) -> N
             if not queue.is_in_place(node):
                 faults.append(f"{node!r} stands in the {tier.value} order under an old rank")
 
-
     mirrors = list(tree.leaves.mirrors)
     wanted = {node for node in nodes if _is_spare_mirror(tree, node)}
     if set(mirrors) != wanted or len(mirrors) != len(tree.leaves.mirrors):

@@ -109,9 +109,7 @@ class RadixTree:
         self.root = Node(b"", b"", 0, None, DEFAULT_NAMESPACE, self._new_data(0))
         self.num_nodes = 0
         device, host = (make_policy(policy) for policy in self._policies)
-        self.leaves = LeafSets(
-            device, host, self.root, mirrors_are_spare=self._mirrors_are_spare
-        )
+        self.leaves = LeafSets(device, host, self.root, mirrors_are_spare=self._mirrors_are_spare)
         for index, component in enumerate(self.components):
             component.bind(index, self.page_size, self.leaves, self.observers)
 

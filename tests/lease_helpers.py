@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, Final, TypeVar
 
 from tiered_cache import CacheStats, Chunk, Lease, UnifiedRadixCache, load_config
-from tiered_cache.stats import PoolStats
+from tiered_cache.stats import Counters, PoolStats
 from tiered_cache.testing.oracle import ByteOracle, OracleModel
 
 T = TypeVar("T")
@@ -51,6 +51,14 @@ class Rig:
         return self.stats.pools["full"]
 
     @property
+    def host(self) -> PoolStats:
+        return self.stats.host["full"]
+
+    @property
+    def counters(self) -> Counters:
+        return self.stats.counters
+
+    @property
     def stats(self) -> CacheStats:
         return self.cache.stats()
 
@@ -84,10 +92,16 @@ class Rig:
     def spoil_free_pages(self) -> None:
         """Overwrite everything that could be handed out, as a next owner would."""
         self.oracle.spoil("full", self.cache._parts.allocators[0].free_ids())
+        if self.cache._parts.host is not None:
+            ids = self.cache._parts.host.allocators[0].free_ids()
+            self.oracle.spoil("full", ids, on_host=True)
 
     def verify_free_pages(self) -> None:
         """Nobody has written to a free page since."""
         self.oracle.verify_spoilt("full", self.cache._parts.allocators[0].free_ids())
+        if self.cache._parts.host is not None:
+            ids = self.cache._parts.host.allocators[0].free_ids()
+            self.oracle.verify_spoilt("full", ids, on_host=True)
 
 
 @contextlib.asynccontextmanager

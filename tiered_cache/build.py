@@ -89,6 +89,7 @@ class Parts:
     pools: DevicePools
     page_size: int
     host: HostTier | None
+    arenas: tuple[HostArena, ...]
 
 
 def build(
@@ -122,9 +123,10 @@ def build(
             PageAllocator(pools.num_pages[part.id], check=config.check)
             for part in sizing.stack.components
         )
-    host = None
+    host: HostTier | None = None
+    arenas: tuple[HostArena, ...] = ()
     if config.host is not None and config.mode == "on":
-        host = _make_host_tier(config, sizing, pools)
+        host, arenas = _make_host_tier(config, sizing, pools)
     return Parts(
         tree=RadixTree(
             components,
@@ -139,26 +141,30 @@ def build(
         pools=pools,
         page_size=config.page_size,
         host=host,
+        arenas=arenas,
     )
 
 
-def _make_host_tier(config: Config, sizing: Sizing, pools: DevicePools) -> HostTier:
+def _make_host_tier(
+    config: Config, sizing: Sizing, pools: DevicePools
+) -> tuple[HostTier, tuple[HostArena, ...]]:
     assert config.host is not None, "the caller has looked"
     assert sizing.host_pages is not None, "sized from it"
     is_cuda = pools.device.type == "cuda"
     with _refused_memory(config, sizing, Tier.HOST):
-        arenas = [
+        arenas = tuple(
             HostArena(sizing.row_layout(part.id), sizing.host_pages[part.id], pinned=is_cuda)
             for part in sizing.stack.components
-        ]
+        )
         allocators = [RunAllocator(arena.num_pages, check=config.check) for arena in arenas]
-    return HostTier(
+    tier = HostTier(
         allocators=allocators,
         copier=CpuCopier(pools, arenas),
         write_policy=config.host.write_policy,
         load_back_threshold=config.host.load_back_threshold,
         touch=[chunk.touch for arena in arenas for chunk in arena.chunks()],
     )
+    return tier, arenas
 
 
 def size_stack(config: Config) -> Sizing:

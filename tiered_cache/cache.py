@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tiered_cache.build import Parts
     from tiered_cache.observe import Observer
     from tiered_cache.pools.device import DevicePools
+    from tiered_cache.pools.host import HostArena
     from tiered_cache.ranks import Ranks
     from tiered_cache.stats import CacheStats
     from tiered_cache.tree.radix import RadixTree
@@ -270,6 +271,11 @@ class UnifiedRadixCache:
     def pools(self) -> DevicePools:
         """The device tensors that slots index."""
         return self._parts.pools
+
+    @property
+    def arenas(self) -> tuple[HostArena, ...]:
+        """The host's memory, per component in dense order; empty without a host tier."""
+        return self._parts.arenas
 
     @property
     def tree(self) -> RadixTree:

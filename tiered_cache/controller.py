@@ -172,7 +172,13 @@ class HybridCacheController:
             self.tree, self.accounts, self.host_pages, self._mover, self.counters, self._calmed
         )
         parts = Storing(
-            self.tree, self.accounts, self.host_pages, self.transfers, self.fences, self.counters
+            self.tree,
+            self.accounts,
+            self.host_pages,
+            self.transfers,
+            self.fences,
+            self.counters,
+            self._look_again,
         )
         if host.write_policy == "write_back":
             self.write_policy = WriteBack(parts)
@@ -515,9 +521,12 @@ class HybridCacheController:
 
     def _calmed(self) -> None:
         """Something in flight has ended: let `drain` and the admission queue look again."""
+        self.write_policy.look_again()
+        self._look_again()
+
+    def _look_again(self) -> None:
         if not self.busy:
             self._quiet.set()
-        self.write_policy.look_again()
         self.admission.look_again()
 
     def reset(self) -> None:

@@ -16,6 +16,8 @@ from tiered_cache.tree.node import BASE
 from tiered_cache.types import Boundary, Tier
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tiered_cache.accounts import HostPages, PageAccounts
     from tiered_cache.fences import Fences
     from tiered_cache.stats import Counters
@@ -74,6 +76,8 @@ class Storing(NamedTuple):
     transfers: Transfers
     fences: Fences
     counters: Counters
+    looked: Callable[[], None]
+    """To be called when something that was to be started has been, or could not."""
 
 
 class WriteThrough:
@@ -116,6 +120,10 @@ class WriteThrough:
 
     def _start_some(self) -> None:
         self._is_called = False
+        self._start_queued()
+        self._parts.looked()
+
+    def _start_queued(self) -> None:
         for _ in range(len(self._queue)):
             if self._num_active >= MAX_STORES:
                 return
@@ -130,7 +138,7 @@ class WriteThrough:
     def _start(self, boundary: Boundary) -> bool:
         """Start the topmost piece that is missing. False when that must wait for spare pages or a
         fence; True also when there is nothing to do."""
-        tree, device, host, transfers, fences, counters = self._parts
+        tree, device, host, transfers, fences, counters, _ = self._parts
         piece = self._first_piece(boundary)
         if piece is None:
             return True
@@ -199,7 +207,7 @@ class WriteBack:
 
     def _start_round(self, num_pages: int) -> bool:
         """Copy the unbacked among the next victims, as far as the host has room for them."""
-        tree, device, host, transfers, fences, counters = self._parts
+        tree, device, host, transfers, fences, counters, _ = self._parts
         plan = tree.plan_room(BASE, num_pages)
         for victim in plan.victims:
             pieces = tree.plan_transfer(victim, BASE, Tier.HOST)

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+from numpy.lib.stride_tricks import as_strided
 
 from tiered_cache.keys import TOKEN_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from tiered_cache.cache import UnifiedRadixCache
     from tiered_cache.keys import RadixKey
@@ -62,6 +63,13 @@ class ByteOracle:
             for spec in self._specs
             for layer in spec.layers
         }
+        self._host_bytes: dict[tuple[str, int], Rows] = {}
+        for arena in cache.arenas:
+            for piece in arena.layout.slices:
+                shape = (arena.num_pages, *self._bytes[piece.pool, piece.layer].shape[1:])
+                raw = arena.rows[:, piece.offset : piece.offset + piece.num_bytes]
+                strides = (raw.strides[0], shape[2], 1)
+                self._host_bytes[piece.pool, piece.layer] = as_strided(raw, shape, strides)
 
     def write(self, holder: HasSlots, key: RadixKey, start: int, stop: int) -> None:
         """Write the state of the tokens `[start, stop)` of `key` to the holder's slots."""
@@ -81,7 +89,7 @@ class ByteOracle:
                 raise OracleError(f"wrong bytes of {key!r} in [{start}, {stop}), pages {bad}")
 
     def verify_tree(self) -> int:
-        """Prove every page that the tree has on the device; returns how many there are.
+        """Prove every page that the tree has, on either tier; returns how many there are.
 
         Raises:
             OracleError: naming the first node that is wrong.
@@ -90,34 +98,48 @@ class ByteOracle:
         for node in self._tree.nodes():
             tokens = path_tokens(node)
             for component, data in zip(self._tree.components, node.data, strict=True):
-                if data.value is None:
-                    continue
-                holder = _NodeSlots(data.value, node.start, self._page_size)
-                for rows, pages, offsets, wanted in self._spans_of(
-                    holder, node.namespace, tokens, node.start, node.end, str(component.id)
+                for ids, memory, tier in (
+                    (data.value, self._bytes, "device"),
+                    (data.host_value, self._host_bytes, "host"),
                 ):
-                    if not np.array_equal(rows[pages, offsets], wanted):
-                        raise OracleError(f"wrong bytes in {node!r}, pages {data.value.tolist()}")
-                count += len(data.value)
+                    if ids is None:
+                        continue
+                    holder = _NodeSlots(ids, node.start, self._page_size)
+                    for rows, pages, offsets, wanted in self._spans_of(
+                        holder,
+                        node.namespace,
+                        tokens,
+                        node.start,
+                        node.end,
+                        str(component.id),
+                        memory,
+                    ):
+                        if not np.array_equal(rows[pages, offsets], wanted):
+                            raise OracleError(
+                                f"wrong bytes on the {tier} in {node!r}, pages {ids.tolist()}"
+                            )
+                    count += len(ids)
         return count
 
-    def spoil(self, component: str, pages: PageIds) -> None:
+    def spoil(self, component: str, pages: PageIds, *, on_host: bool = False) -> None:
         """Overwrite pages that nobody may be using."""
+        memory = self._host_bytes if on_host else self._bytes
         for spec in self._specs:
             if spec.component == component:
                 for layer in spec.layers:
-                    self._bytes[spec.name, layer][pages] = SPOILT
+                    memory[spec.name, layer][pages] = SPOILT
 
-    def verify_spoilt(self, component: str, pages: PageIds) -> None:
+    def verify_spoilt(self, component: str, pages: PageIds, *, on_host: bool = False) -> None:
         """Prove that nobody has written to pages since they were spoilt.
 
         Raises:
             OracleError: naming the pages.
         """
+        memory = self._host_bytes if on_host else self._bytes
         for spec in self._specs:
             if spec.component == component:
                 for layer in spec.layers:
-                    touched = (self._bytes[spec.name, layer][pages] != SPOILT).any(axis=(1, 2))
+                    touched = (memory[spec.name, layer][pages] != SPOILT).any(axis=(1, 2))
                     if touched.any():
                         bad = pages[touched].tolist()
                         raise OracleError(f"somebody wrote to pages {bad}, which are free")
@@ -127,7 +149,7 @@ class ByteOracle:
     ) -> Iterator[tuple[Rows, Any, Any, Rows]]:
         for component in self._tree.components:
             yield from self._spans_of(
-                holder, key.namespace, key.data, start, stop, str(component.id)
+                holder, key.namespace, key.data, start, stop, str(component.id), self._bytes
             )
 
     def _spans_of(
@@ -138,6 +160,7 @@ class ByteOracle:
         start: int,
         stop: int,
         component: str,
+        memory: Mapping[tuple[str, int], Rows],
     ) -> Iterator[tuple[Rows, Any, Any, Rows]]:
         """Per pool and layer: its bytes, page ids, row offsets, and what must stand there."""
         if start >= stop:
@@ -155,7 +178,7 @@ class ByteOracle:
                 continue
             pages, offsets = ends // self._page_size, ends % self._page_size // per_row
             for layer in spec.layers:
-                rows = self._bytes[spec.name, layer]
+                rows = memory[spec.name, layer]
                 label = f"{component}/{spec.name}/{layer}".encode()
                 wanted = b"".join(
                     _row(digests[at], label, rows.shape[2])

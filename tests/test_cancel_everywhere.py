@@ -120,13 +120,22 @@ async def a_request_from_its_prompt_to_its_last_token() -> AsyncIterator[Work]:
 
 @scenario
 async def a_request_that_waits_for_admission() -> AsyncIterator[Work]:
-    """Whoever stands behind it gets in all the same."""
+    """Whoever stands behind it and fits gets in, without anybody leaving."""
     async with stage(pages=8) as s:
-        holder = await s.lease(seq("Z", 30))
-        in_turns(4, lambda: s.other(s.serve(seq("B", 9))))
-        in_turns(8, holder.close)
-        yield s.serve(seq("A", 9), timeout=1000)
-        await turns(10)
+        holder = await s.lease(seq("Z", 15))
+        in_turns(100, holder.close)
+        in_turns(1, lambda: s.other(s.serve(seq("B", 9))))
+        granted = []
+
+        async def request() -> None:
+            async with s.cache.lease(seq("A", 21), timeout=1000) as lease:
+                granted.append(lease.id)
+
+        yield request()
+        await turns(2)
+        await asyncio.gather(*s.others)
+        assert granted or s.stats.num_leases == 1
+        holder.close()
 
 
 @scenario
@@ -193,6 +202,7 @@ async def a_batch() -> AsyncIterator[Work]:
                 one.finish()
 
         yield batch()
+        assert s.stats.num_runs == 0, "whoever is cancelled waits for the thread"
 
 
 @scenario
@@ -236,16 +246,24 @@ async def a_cache_opened_and_closed_with_a_run_under_way() -> AsyncIterator[Work
 
 @scenario
 async def a_cache_awaited_and_closed_by_hand() -> AsyncIterator[Work]:
-    """A cancelled open leaves nothing to close."""
+    """A cancelled open leaves nothing to close, and a cancelled close need not be repeated."""
     opened: list[UnifiedRadixCache] = []
+    runs: list[asyncio.Task[Any]] = []
 
     async def program() -> None:
-        opened.append(await UnifiedRadixCache.open(settings(), run_executor=executor(slow=False)))
+        opened.append(await UnifiedRadixCache.open(settings(), run_executor=executor(slow=True)))
+        lease = await opened[0].acquire(seq("A", 5))
+        runs.append(start(lease.run(len, "")))
+        await turns(2)
         await opened[0].aclose()
 
     yield program()
     for cache in opened:
-        assert await cache.aclose() == []
+        if not cache.closed:
+            await cache.aclose()
+    await asyncio.gather(*runs, return_exceptions=True)
+    for cache in opened:
+        await assert_nothing_left(cache)
 
 
 @scenario

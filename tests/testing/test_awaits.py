@@ -247,7 +247,7 @@ def test_a_cancellation_that_is_swallowed_is_found(house: types.ModuleType, new_
 
 
 def test_a_victim_that_waits_for_ever_is_found(house: types.ModuleType) -> None:
-    """After thirty seconds, which are virtual here."""
+    """After a limit that is virtual here; with the place where it waits."""
 
     async def waits(door: Any) -> None:
         try:

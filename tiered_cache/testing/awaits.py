@@ -31,8 +31,8 @@ OUTSIDE: Final = ("cli", "integrations", "testing")
 """Folders of this package that are programs on top of its public interface, as a user's own code
 is: they hold nothing but leases in `async with`, and their awaits are the library's."""
 
-LIMIT_S: Final = 30.0
-"""Only so that a broken scenario ends on a loop with a real clock."""
+LIMIT_S: Final = 20.0
+"""For one run of a scenario, which takes milliseconds: only so that a broken one ends."""
 
 MAX_SUSPENSIONS: Final = 1000
 
@@ -239,8 +239,9 @@ def cancel_everywhere(
     Returns: how many suspensions there are.
 
     Raises:
-        AssertionError: the coroutine went on, or waits for ever, or a task is left; and whatever
-            the scenario raises when it looks at what is left. Says where it was cancelled.
+        AssertionError: the coroutine went on; or it, or a task that is left, waits for ever.
+            And whatever the scenario raises when it looks at what is left. A note says where it was
+            cancelled.
     """
     for target in range(MAX_SUSPENSIONS):
         attempt = _Attempt(coverage, target, delay, times)
@@ -285,18 +286,31 @@ class _Attempt:
         self._victim: asyncio.Task[Any] | None = None
 
     async def run(self, scenario: Scenario) -> None:
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                await self._run(scenario)
+        except TimeoutError as error:
+            raise AssertionError(f"waits for ever: {self._who_waits()}") from error
+
+    async def _run(self, scenario: Scenario) -> None:
         loop = asyncio.get_running_loop()
         self._drive_tasks_of_the_package(loop)
         async with scenario() as work:
             driven = Driven(work, self._coverage, self._at_suspension)
             self._victim = loop.create_task(driven, name="victim")
-            await asyncio.wait([self._victim], timeout=LIMIT_S)
+            await asyncio.wait([self._victim])
             self._check_end(self._victim)
         left = asyncio.all_tasks() - {asyncio.current_task()}
-        if left:
-            await asyncio.wait(left, timeout=LIMIT_S)
-        left = {task for task in left if not task.done()}
-        assert not left, f"tasks are left: {left}"
+        if left:  # what ends by itself may
+            await asyncio.wait(left)
+
+    def _who_waits(self) -> str:
+        waiting = []
+        for task in sorted(asyncio.all_tasks(), key=asyncio.Task.get_name):
+            if task is not asyncio.current_task():
+                where = self._coverage.standing(task.get_coro())
+                waiting.append(f"{task.get_name()} at {'; '.join(map(str, where)) or task}")
+        return "\n".join(waiting) or "the scenario, after what was cancelled"
 
     def _drive_tasks_of_the_package(self, loop: asyncio.AbstractEventLoop) -> None:
         make: Any = loop.get_task_factory() or _plain_task
@@ -308,9 +322,6 @@ class _Attempt:
         loop.set_task_factory(factory)
 
     def _check_end(self, victim: asyncio.Task[Any]) -> None:
-        if not victim.done():
-            where = self._coverage.standing(victim.get_coro())
-            raise AssertionError(f"it waits for ever: {where}")
         if victim.cancelled():
             assert self._num_cancels, "it was cancelled by somebody else"
             return

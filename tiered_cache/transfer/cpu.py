@@ -17,7 +17,6 @@ the speed, measured (`python -m benchmarks copies`):
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -25,16 +24,17 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from tiered_cache.transfer.copier import CopyJob, Direction, check_ids, cut, layers_of
+from tiered_cache.transfer.copier import CopyJob, Direction
+from tiered_cache.transfer.parts import Part, rising_runs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     import torch
 
     from tiered_cache.pools.device import DevicePools
     from tiered_cache.pools.host import HostArena
-    from tiered_cache.pools.spec import RowSlice
+    from tiered_cache.transfer.parts import Member
     from tiered_cache.types import PageIds
 
 BLOCK_BYTES: Final = 256 << 10
@@ -59,10 +59,10 @@ class CpuCopier:
     def __init__(self, pools: DevicePools, arenas: Sequence[HostArena]) -> None:
         if pools.device.type != "cpu":
             raise ValueError(f"the pools are on {pools.device}: this copier moves CPU memory")
-        self._parts = tuple(_Component(pools, arena) for arena in arenas)
+        self._parts = tuple(_GroupedPart(pools, arena) for arena in arenas)
 
     def layers(self, component: int) -> tuple[int, ...]:
-        return layers_of(self._parts[component].arena.layout)
+        return self._parts[component].layers
 
     def plan(
         self,
@@ -73,14 +73,13 @@ class CpuCopier:
         *,
         by_layer: bool = False,
     ) -> list[CopyJob]:
-        part = self._parts[component]
-        check_ids(device_ids, host_ids, part.num_pages, part.arena.num_pages)
-        layout = part.arena.layout
-        return cut(layout, direction, component, device_ids, host_ids, by_layer=by_layer)
+        return self._parts[component].plan(
+            direction, component, device_ids, host_ids, by_layer=by_layer
+        )
 
     def copy(self, job: CopyJob) -> None:
         part = self._parts[job.component]
-        check_ids(job.device_ids, job.host_ids, part.num_pages, part.arena.num_pages)
+        part.check(job.device_ids, job.host_ids)
         move = _store if job.direction is Direction.STORE else _load
         groups = part.groups(job.layers)
         runs = list(rising_runs(job.host_ids))
@@ -118,19 +117,11 @@ def _store(slices: Bytes, places: Indexes, rows: Bytes) -> None:
             rows[block] = slices[places[block]]
 
 
-class _Component:
-    """One component: its arena, and for each choice of layers how to reach their slices."""
+class _GroupedPart(Part):
+    """A part, and for each choice of layers how to reach their slices."""
 
     def __init__(self, pools: DevicePools, arena: HostArena) -> None:
-        self.arena = arena
-        self._tensors = [pools.pages(piece.pool, piece.layer) for piece in arena.layout.slices]
-        self.num_pages = int(self._tensors[0].shape[0])
-        for piece, tensor in zip(arena.layout.slices, self._tensors, strict=True):
-            if tensor[0].nbytes != piece.num_bytes:
-                raise ValueError(
-                    f"pool {piece.pool!r}, layer {piece.layer}: a page has {tensor[0].nbytes} "
-                    f"bytes, the row has {piece.num_bytes} for it"
-                )
+        super().__init__(pools, arena)
         # As many as there are ways to cut layers into jobs: for n layers about n·log n.
         self._groups: dict[tuple[int, ...] | None, list[_Group]] = {}
         self.groups(None)
@@ -139,9 +130,7 @@ class _Component:
         """All slices of these layers, in as few groups as can be."""
         found = self._groups.get(layers)
         if found is None:
-            pairs = zip(self.arena.layout.slices, self._tensors, strict=True)
-            chosen = [pair for pair in pairs if layers is None or pair[0].layer in layers]
-            found = [_group(self.arena, members) for members in _regular(chosen)]
+            found = [_group(self.arena, members) for members in _regular(self.chosen(layers))]
             self._groups[layers] = found
         return found
 
@@ -196,20 +185,17 @@ class _Memory:
         }
 
 
-_Member = tuple["RowSlice", "torch.Tensor"]
-
-
-def _regular(members: Sequence[_Member]) -> list[list[_Member]]:
+def _regular(members: Sequence[Member]) -> list[list[Member]]:
     """Cut into lists of slices of one length with one distance between them in the row.
 
     Usually as many as there are lengths: every layer has the same pools.
     """
-    by_length: dict[int, list[_Member]] = {}
+    by_length: dict[int, list[Member]] = {}
     for member in members:
         by_length.setdefault(member[0].num_bytes, []).append(member)
-    lists: list[list[_Member]] = []
+    lists: list[list[Member]] = []
     for same in by_length.values():
-        current: list[_Member] = []
+        current: list[Member] = []
         for member in same:
             if len(current) > 1 and (
                 member[0].offset - current[-1][0].offset
@@ -222,7 +208,7 @@ def _regular(members: Sequence[_Member]) -> list[list[_Member]]:
     return lists
 
 
-def _group(arena: HostArena, members: Sequence[_Member]) -> _Group:
+def _group(arena: HostArena, members: Sequence[Member]) -> _Group:
     offset, num_bytes = members[0][0].offset, members[0][0].num_bytes
     step = members[1][0].offset - offset if len(members) > 1 else num_bytes
     host = np.lib.stride_tricks.as_strided(
@@ -231,10 +217,3 @@ def _group(arena: HostArena, members: Sequence[_Member]) -> _Group:
         strides=(arena.layout.stride, step, 1),
     )
     return _Group(host, _Layers([tensor for _, tensor in members], num_bytes))
-
-
-def rising_runs(ids: PageIds) -> Iterator[tuple[int, int]]:
-    """Positions `[start, stop)` of ids that follow each other."""
-    breaks = np.flatnonzero(np.diff(ids) != 1) + 1
-    bounds = [0, *breaks.tolist(), len(ids)]
-    return itertools.pairwise(bounds)

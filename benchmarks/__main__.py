@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 from rich.console import Console
 
-from benchmarks import lease, report, scaling, trace, tree
+from benchmarks import copies, lease, report, scaling, trace, tree
 from benchmarks.measure import server_gc
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ class Bench(StrEnum):
     TREE = "tree"
     LEASE = "lease"
     SCALING = "scaling"
+    COPIES = "copies"
     TRACE = "trace"
 
 
@@ -61,11 +62,12 @@ def main(
         bool, typer.Option("--strict", help="Exit with 1 when a limit is missed.")
     ] = False,
 ) -> None:
-    """Measure tiered-cache: the tree, the lease, large trees, a recorded trace."""
+    """Measure tiered-cache: the tree, the lease, large trees, copies, a recorded trace."""
     works: dict[Bench, Callable[[], list[Row]]] = {
         Bench.TREE: lambda: tree.run(repeat, quick=quick),
         Bench.LEASE: lambda: lease.run(repeat, quick=quick),
         Bench.SCALING: lambda: scaling.run(repeat, full=full, quick=quick),
+        Bench.COPIES: lambda: copies.run(repeat, quick=quick),
     }
     if trace_path is not None:
         works[Bench.TRACE] = lambda: trace.run(trace_path, repeat, limit=limit)

@@ -66,6 +66,11 @@ LIMITS: Final = (
         Limit("worst call", f"100,000 leaves, {policy}", "worst_ms", 5)
         for policy in ("lru", "lfu", "fifo", "mru", "filo", "priority", "slru")
     ),
+    *(
+        Limit("copies", f"{size} slices, {way}", "memcpy_x", bound, at_least=True)
+        for size, bound in (("6 KiB", 0.45), ("64 KiB", 0.75))
+        for way in ("store", "load")
+    ),
     Limit("trace", "10,000 blocks", "hit_rate", 0.207, at_least=True),
     Limit("trace", "50,000 blocks", "hit_rate", 0.354, at_least=True),
 )

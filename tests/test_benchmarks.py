@@ -9,10 +9,11 @@ import math
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 from typer import Typer
 from typer.testing import CliRunner
 
-from benchmarks import lease, limits, measure, report, scaling, trace, tree
+from benchmarks import copies, lease, limits, measure, report, scaling, trace, tree
 from benchmarks.__main__ import main
 from benchmarks.workloads import Chat, Eviction, FanOut, LongContext, Trace, calibrate
 
@@ -98,6 +99,22 @@ def test_a_lease_is_measured_against_the_tree_of_its_round() -> None:
         "d: lease, evicting",
     ]
     assert all(row.figures["tree_x"] > 0 for row in rows if "lease" in row.line)
+
+
+def test_copies_are_measured_both_ways_and_leave_torchs_threads_alone() -> None:
+    before = torch.get_num_threads()
+    rows = copies.run(1, quick=True)
+    assert torch.get_num_threads() == before
+    assert [row.line for row in rows] == [
+        "6 KiB slices, store",
+        "6 KiB slices, load",
+        "64 KiB slices, store",
+        "64 KiB slices, load",
+    ]
+    assert all(value > 0 for row in rows for value in row.figures.values())
+    assert {limit for row in rows for limit in limits.limits_for(row)} == {
+        limit for limit in limits.LIMITS if limit.bench == "copies"
+    }
 
 
 def test_a_replay_hits_what_the_pool_still_holds(tmp_path: Path) -> None:

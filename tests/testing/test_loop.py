@@ -186,6 +186,34 @@ def test_done_callbacks_have_run_when_a_later_waiter_goes_on() -> None:
         run(program(), seed)
 
 
+def test_a_task_that_gives_way_goes_on_after_what_it_has_set_off() -> None:
+    """Tasks that it has started, woken or cancelled have had a step."""
+
+    async def program() -> None:
+        steps = []
+        bell = asyncio.Event()
+
+        async def other(name: str) -> None:
+            steps.append(f"{name} starts")
+            try:
+                await bell.wait()
+            finally:
+                steps.append(f"{name} ends")
+
+        noise = [start(turns(5)) for _ in range(3)]
+        tasks = [start(other("a")), start(other("b")), start(other("c"))]
+        await asyncio.sleep(0)
+        assert sorted(steps) == ["a starts", "b starts", "c starts"]
+        bell.set()
+        tasks[2].cancel()
+        await asyncio.sleep(0)
+        assert sorted(steps[3:]) == ["a ends", "b ends", "c ends"]
+        await asyncio.gather(*noise, *tasks, return_exceptions=True)
+
+    for seed in SEEDS:
+        run(program(), seed)
+
+
 def test_timers_run_in_the_order_of_their_times_and_never_early() -> None:
     """Late by turns, never by time."""
 
@@ -450,6 +478,24 @@ def test_leftovers_are_cancelled_and_nothing_global_stays() -> None:
     assert asyncio.get_event_loop_policy() is policy
     with pytest.raises(RuntimeError, match="closed"):
         loop.call_soon(print)
+
+
+def test_a_loop_may_be_turned_by_hand() -> None:
+    """Each call goes on from where the last one stopped, as a state machine needs it."""
+    loop = DeterministicLoop(3)
+    executor = SeededExecutor(loop, durations=(0.0,), fault=lambda _: HANG)
+
+    async def work() -> int:
+        return await asyncio.wrap_future(executor.submit(int, "7"))
+
+    task = loop.create_task(work())
+    loop.run_until_complete(turns(40))
+    assert [job.number for job in executor.running] == [1]
+    assert not task.done()
+    executor.running[0].release()
+    assert loop.run_until_complete(task) == 7
+    assert loop.time() == 0
+    loop.close()
 
 
 def test_threads_are_refused() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -14,122 +12,27 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiered_cache.config import ModelConfig
+from tests.transfer.world import (
+    INDEXED,
+    LOAD,
+    MHA,
+    MLA,
+    NUM_PAGES,
+    NUM_ROWS,
+    STORE,
+    UNEQUAL,
+    World,
+    ids,
+    specs_of,
+)
 from tiered_cache.errors import IntegrityError
 from tiered_cache.pools.device import DevicePools, torch_dtype
 from tiered_cache.pools.host import HostArena
 from tiered_cache.pools.spec import HEADER_BYTES, PoolSpec, row_layout
-from tiered_cache.strategies.plain import FULL, PlainStrategy
+from tiered_cache.strategies.plain import FULL
 from tiered_cache.transfer.copier import JOB_BYTES, Direction
 from tiered_cache.transfer.cpu import CpuCopier
-from tiered_cache.types import ComponentId
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tiered_cache.types import PageIds
-
-NUM_PAGES, NUM_ROWS = 11, 13
-STORE, LOAD = Direction.STORE, Direction.LOAD
-
-MHA = {"num_layers": 3, "num_kv_heads": 2, "head_dim": 8}
-UNEQUAL = {"num_layers": 3, "num_kv_heads": 2, "head_dim": 8, "v_head_dim": 5}
-MLA = {"num_layers": 4, "kv_lora_rank": 24, "qk_rope_head_dim": 9}
-INDEXED = {
-    **MLA,
-    "extra_pools": [{"name": "index", "row_shape": [3], "dtype": "float32", "layers": [0, 1, 3]}],
-}
-
-
-def ids(*pages: int) -> PageIds:
-    return np.array(pages, np.int32)
-
-
-def specs_of(shape: dict[str, object], dtype: str, page_size: int = 4) -> tuple[PoolSpec, ...]:
-    model = ModelConfig.model_validate({"dtype": dtype, **shape})
-    return PlainStrategy().plan(model, page_size).pools
-
-
-@dataclass
-class World:
-    """Pools and arenas full of noise, as they were, and a copier between them."""
-
-    pools: DevicePools
-    arenas: list[HostArena]
-    copier: CpuCopier
-
-    @classmethod
-    def of(cls, pools: DevicePools, num_rows: int = NUM_ROWS) -> World:
-        components = list(dict.fromkeys(spec.component for spec in pools.specs))
-        arenas = [
-            HostArena(row_layout([s for s in pools.specs if s.component == component]), num_rows)
-            for component in components
-        ]
-        world = cls(pools, arenas, CpuCopier(pools, arenas))
-        world.poison()
-        return world
-
-    def poison(self, seed: int = 1) -> None:
-        noise = np.random.default_rng(seed)
-        for arena in self.arenas:
-            arena.rows[:] = noise.integers(0, 256, arena.rows.shape, np.uint8)
-        for spec in self.pools.specs:
-            for layer in spec.layers:
-                pages = self.device(spec.name, layer)
-                pages[:] = noise.integers(0, 256, pages.shape, np.uint8)
-
-    def device(self, pool: str, layer: int) -> np.ndarray:
-        """`[pages, bytes]`, a view."""
-        pages = self.pools.pages(pool, layer)
-        flat = torch.as_strided(pages, (pages.shape[0], pages[0].numel()), (pages.stride(0), 1))
-        with torch.inference_mode(pages.is_inference()):
-            return flat.view(torch.uint8).numpy()
-
-    def expected(
-        self,
-        direction: Direction,
-        component: int,
-        device_ids: Sequence[int],
-        host_ids: Sequence[int],
-        layers: Sequence[int] | None = None,
-    ) -> tuple[list[np.ndarray], dict[tuple[str, int], np.ndarray]]:
-        """What all memory must hold after a copy, slice by slice."""
-        rows = [arena.rows.copy() for arena in self.arenas]
-        tensors = {
-            (spec.name, layer): self.device(spec.name, layer).copy()
-            for spec in self.pools.specs
-            for layer in spec.layers
-        }
-        for piece in self.arenas[component].layout.slices:
-            if layers is not None and piece.layer not in layers:
-                continue
-            tensor = tensors[piece.pool, piece.layer]
-            for page, row in zip(device_ids, host_ids, strict=True):
-                place = rows[component][row, piece.offset : piece.offset + piece.num_bytes]
-                if direction is STORE:
-                    place[:] = tensor[page]
-                else:
-                    tensor[page] = place
-        return rows, tensors
-
-    def check(self, expected: tuple[list[np.ndarray], dict[tuple[str, int], np.ndarray]]) -> None:
-        rows, tensors = expected
-        for arena, wanted in zip(self.arenas, rows, strict=True):
-            np.testing.assert_array_equal(arena.rows, wanted)
-        for (name, layer), wanted in tensors.items():
-            np.testing.assert_array_equal(self.device(name, layer), wanted)
-
-    def move(
-        self,
-        direction: Direction,
-        device_ids: PageIds,
-        host_ids: PageIds,
-        *,
-        component: int = 0,
-        by_layer: bool = False,
-    ) -> None:
-        for job in self.copier.plan(direction, component, device_ids, host_ids, by_layer=by_layer):
-            self.copier.copy(job)
+from tiered_cache.types import ComponentId, PageIds
 
 
 @pytest.mark.parametrize("by_layer", [False, True])
@@ -141,7 +44,7 @@ def test_only_the_named_pages_change(
 ) -> None:
     """Random pages and rows of a model, noise everywhere: header room, padding, gaps and all other
     pages are as they were; the named ones are equal to the byte, NaNs among them."""
-    world = World.of(DevicePools(specs_of(shape, dtype), {FULL: NUM_PAGES}))
+    world = World.of(CpuCopier, DevicePools(specs_of(shape, dtype), {FULL: NUM_PAGES}))
     device_ids, host_ids = ids(7, 2, 3, 10, 0), ids(4, 5, 6, 1, 12)
     expected = world.expected(direction, 0, device_ids.tolist(), host_ids.tolist())
     world.move(direction, device_ids, host_ids, by_layer=by_layer)
@@ -152,20 +55,20 @@ def test_only_the_named_pages_change(
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e4m3fn", "float8_e5m2"])
 def test_nan_payloads_survive_the_round_trip(dtype: str, fill: int) -> None:
     """State that was never computed is carried as it is."""
-    world = World.of(DevicePools(specs_of(MHA, dtype), {FULL: NUM_PAGES}))
+    world = World.of(CpuCopier, DevicePools(specs_of(MHA, dtype), {FULL: NUM_PAGES}))
     world.device("k", 0)[3] = fill
     world.device("k", 0)[3, ::3] = 0x80
-    wanted = world.device("k", 0)[3].copy()
+    wanted = world.device("k", 0)[3].clone()
     world.move(STORE, ids(3), ids(5))
     world.device("k", 0)[3] = 0
     world.move(LOAD, ids(3), ids(5))
-    np.testing.assert_array_equal(world.device("k", 0)[3], wanted)
+    assert torch.equal(world.device("k", 0)[3], wanted)
 
 
 @pytest.mark.parametrize("direction", Direction)
 def test_a_job_of_some_layers_leaves_the_others(direction: Direction) -> None:
     """Also when the layers are not neighbours."""
-    world = World.of(DevicePools(specs_of(INDEXED, "bfloat16"), {FULL: NUM_PAGES}))
+    world = World.of(CpuCopier, DevicePools(specs_of(INDEXED, "bfloat16"), {FULL: NUM_PAGES}))
     [job] = world.copier.plan(direction, 0, ids(1, 9), ids(3, 2))
     for layers in ((0,), (1, 2), (0, 3)):
         job.layers = layers
@@ -182,7 +85,7 @@ def test_components_have_arenas_and_ids_of_their_own() -> None:
         PoolSpec("k", FULL, (0, 2), (3,), "bfloat16", 4),
         PoolSpec("s", window, (1, 3), (5,), "float32", 2),
     )
-    world = World.of(DevicePools(specs, {FULL: 4, window: 6}))
+    world = World.of(CpuCopier, DevicePools(specs, {FULL: 4, window: 6}))
     assert [world.copier.layers(at) for at in (0, 1)] == [(0, 2), (1, 3)]
     expected = world.expected(STORE, 1, [5, 0], [2, 9])
     world.move(STORE, ids(5, 0), ids(2, 9), component=1)
@@ -198,7 +101,7 @@ def test_tensors_of_the_user_may_keep_their_pages_apart() -> None:
     pools = DevicePools(
         (spec_k, spec_v), tensors={"k": [t[:, 0] for t in both], "v": [t[:, 1] for t in both]}
     )
-    world = World.of(pools)
+    world = World.of(CpuCopier, pools)
     for direction in Direction:
         expected = world.expected(direction, 0, [9, 1], [0, 3])
         world.move(direction, ids(9, 1), ids(0, 3))
@@ -212,7 +115,7 @@ def test_odd_sizes_and_a_single_page(row_shape: tuple[int, ...]) -> None:
     memory = torch.zeros(1000, dtype=torch.uint8)
     size = int(np.prod(row_shape))
     tensors = [memory[at : at + size].view(1, *row_shape) for at in (0, 101, 307)]
-    world = World.of(DevicePools((spec,), tensors={"odd": tensors}), num_rows=1)
+    world = World.of(CpuCopier, DevicePools((spec,), tensors={"odd": tensors}), num_rows=1)
     for direction in Direction:
         expected = world.expected(direction, 0, [0], [0])
         world.move(direction, ids(0), ids(0))
@@ -231,7 +134,7 @@ def test_pools_made_in_inference_mode_are_written_from_any_thread() -> None:
             for spec in specs
         }
         pools = DevicePools(specs, tensors=tensors)
-        world = World.of(pools)
+        world = World.of(CpuCopier, pools)
         expected = world.expected(LOAD, 0, [3], [5])
     thread = threading.Thread(target=world.move, args=(LOAD, ids(3), ids(5)))
     thread.start()
@@ -256,7 +159,7 @@ def test_what_does_not_exist_is_refused_before_anything_is_written(
     direction: Direction, device_ids: PageIds, host_ids: PageIds
 ) -> None:
     """By the plan, and again by the copy: an id may have been spoilt in between."""
-    world = World.of(DevicePools(specs_of(MHA, "bfloat16"), {FULL: NUM_PAGES}))
+    world = World.of(CpuCopier, DevicePools(specs_of(MHA, "bfloat16"), {FULL: NUM_PAGES}))
     expected = world.expected(direction, 0, [], [])
     with pytest.raises(IntegrityError, match=r"device|host"):
         world.copier.plan(direction, 0, device_ids, host_ids)
@@ -289,7 +192,7 @@ def test_any_pages_of_any_model(
     pairs: list[tuple[int, int]],
 ) -> None:
     """Whatever the order of the ids, in runs or not: the oracle's slice by slice copy agrees."""
-    world = World.of(DevicePools(specs_of(shape, dtype, page_size), {FULL: NUM_PAGES}))
+    world = World.of(CpuCopier, DevicePools(specs_of(shape, dtype, page_size), {FULL: NUM_PAGES}))
     device_ids, host_ids = ids(*(p for p, _ in pairs)), ids(*(r for _, r in pairs))
     expected = world.expected(direction, 0, device_ids.tolist(), host_ids.tolist())
     world.move(direction, device_ids, host_ids, by_layer=by_layer)
@@ -300,10 +203,10 @@ def test_a_round_trip_of_many_jobs() -> None:
     """More than one job's worth, of pages larger than a block: every byte comes back."""
     spec = PoolSpec("k", FULL, (0, 1, 2, 3), (8, 128), "bfloat16", 64)  # 128 KiB slices
     num_pages = 3 * JOB_BYTES // spec.page_bytes + 1
-    world = World.of(DevicePools((spec,), {FULL: num_pages}), num_rows=num_pages)
+    world = World.of(CpuCopier, DevicePools((spec,), {FULL: num_pages}), num_rows=num_pages)
     chance = np.random.default_rng(3)
     device_ids, host_ids = (chance.permutation(num_pages).astype(np.int32) for _ in range(2))
-    wanted = [world.device("k", layer).copy() for layer in spec.layers]
+    wanted = [world.device("k", layer).clone() for layer in spec.layers]
     jobs = world.copier.plan(STORE, 0, device_ids, host_ids)
     assert len(jobs) == 4
     for job in jobs:
@@ -312,12 +215,12 @@ def test_a_round_trip_of_many_jobs() -> None:
         world.device("k", layer)[:] = 0xFF
     world.move(LOAD, device_ids, host_ids, by_layer=True)
     for layer in spec.layers:
-        np.testing.assert_array_equal(world.device("k", layer), wanted[layer])
+        assert torch.equal(world.device("k", layer), wanted[layer])
 
 
 def test_a_job_says_when_its_bytes_are_there() -> None:
     """`issued`, for a reader in another thread; on the CPU there is no event for a stream."""
-    world = World.of(DevicePools(specs_of(MHA, "bfloat16"), {FULL: NUM_PAGES}))
+    world = World.of(CpuCopier, DevicePools(specs_of(MHA, "bfloat16"), {FULL: NUM_PAGES}))
     [job] = world.copier.plan(LOAD, 0, ids(1), ids(2))
     assert not job.issued.is_set()
     world.copier.copy(job)
@@ -335,7 +238,7 @@ def test_python_goes_on_while_bytes_move(direction: Direction) -> None:
     """
     spec = PoolSpec("k", FULL, tuple(range(60)), (48, 64), "uint8", 2)  # 6 KiB slices
     num_pages = JOB_BYTES // spec.page_bytes
-    world = World.of(DevicePools((spec,), {FULL: num_pages}), num_rows=num_pages)
+    world = World.of(CpuCopier, DevicePools((spec,), {FULL: num_pages}), num_rows=num_pages)
     [job] = world.copier.plan(
         direction,
         0,
@@ -378,7 +281,7 @@ def test_an_arena_must_be_laid_out_for_the_pools() -> None:
 
 def test_a_closed_copier_keeps_no_memory() -> None:
     """And closing twice is closing."""
-    world = World.of(DevicePools(specs_of(MHA, "bfloat16"), {FULL: 2}))
+    world = World.of(CpuCopier, DevicePools(specs_of(MHA, "bfloat16"), {FULL: 2}))
     assert world.arenas[0].layout.slices[0].offset == HEADER_BYTES
     assert repr(world.copier) == "<CpuCopier of 1 components>"
     world.copier.close()

@@ -11,6 +11,8 @@ What stays as on any loop:
   A source is a task, or a timer with the callbacks that follow from it.
 * A task's step does not overtake callbacks that its waker scheduled before it: a future's done
   callbacks have run when those who awaited it, and came later, go on.
+* A task that gives way (`await asyncio.sleep(0)`) goes on after all that it has set off: tasks that
+  it has started, woken or cancelled have had a step.
 * Timers run in the order of their times, never early.
 
 What is drawn, because on other machines, days and loads it would come otherwise:
@@ -21,11 +23,13 @@ What is drawn, because on other machines, days and loads it would come otherwise
   how they fall into what is going on. No virtual time passes in those turns.
 * When jobs of a `SeededExecutor` start and end: they are timers.
 
-So a schedule found here is one that a real loop could show, if the outside world (arrivals,
-threads, timers, who was woken first) had been so. Only the random parts of the program itself are
-beyond it: draw them from `loop.random`. Sets of tasks and futures iterate alike in every process;
-other sets do as far as their members' hashes do. What the cyclic garbage collector finalises comes
-when it comes.
+So a schedule found here is one that a real loop could show on another day, with one exception:
+tasks that one event wakes go on in any order, where asyncio keeps that of their waiting without
+promising it.
+
+Only the random parts of the program itself are beyond the seed: draw them from `loop.random`. Sets
+of tasks and futures iterate alike in every process; other sets do as far as their members' hashes
+do. What the cyclic garbage collector finalises comes when it comes.
 
 Refuses to know: sockets, signals, other threads.
 """
@@ -85,7 +89,7 @@ class DeterministicLoop(asyncio.BaseEventLoop):
     Attributes:
         seed: what the order is drawn from.
         random: for the program's own random parts.
-        trace: names of what has run, in order: tasks, callbacks, and notes.
+        trace: names of what has run, in order: tasks, callbacks, and notes. It grows with the run.
     """
 
     _stopping: bool  # of the base class, which looks at it after each turn
@@ -261,17 +265,20 @@ class DeterministicLoop(asyncio.BaseEventLoop):
     def _drawn_order(self) -> list[_Entry]:
         """What is ready, last first.
 
-        Each entry draws a number above that of the last callback of its source.
+        Each entry draws a number above that of the last callback of its source; a source's own next
+        step, above those of all that it has scheduled.
         """
         batch, self._next = self._next, []
         if len(batch) > 1:
             drawn = []
             last: dict[object, float] = {}
+            highest: dict[object, float] = {}
             for at, (source, task, _) in enumerate(batch):
-                floor = last.get(source, 0.0)
+                floor = (highest if task is source else last).get(source, 0.0)
                 number = floor + (1.0 - floor) * self._order.random()
                 if task is None:
                     last[source] = number
+                highest[source] = max(number, highest.get(source, 0.0))
                 drawn.append((number, at))
             drawn.sort(reverse=True)
             batch = [batch[at] for _, at in drawn]

@@ -129,8 +129,8 @@ class Copier(Protocol):
         """Move the bytes, in a copy thread. Blocks, without the GIL while bytes move.
 
         When it returns, the bytes are where they belong for everybody; when it returns or raises,
-        nobody touches the buffers any more. Bytes outside the named pages and layers, header room
-        and padding included, are left as they are.
+        nobody touches the buffers any more. Pages, rows and layers that are not named keep their
+        bytes; header room and padding of rows that are stored keep theirs, or become zeros.
 
         Raises:
             IntegrityError: as `plan`; nothing has been written.

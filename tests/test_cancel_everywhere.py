@@ -73,7 +73,7 @@ class Stage(Rig):
 
 @contextlib.asynccontextmanager
 async def stage(pages: int = 16, *, slow: bool = False) -> AsyncIterator[Stage]:
-    options = {"run_executor": executor(slow=slow)}
+    options = executors(slow=slow)
     async with UnifiedRadixCache.open(settings(pages), **options) as cache:
         made = Stage(cache)
         yield made
@@ -81,6 +81,12 @@ async def stage(pages: int = 16, *, slow: bool = False) -> AsyncIterator[Stage]:
         await assert_nothing_left(cache)
         made.check()
         assert cache._controller.claims._claims == []
+
+
+def executors(*, slow: bool) -> dict[str, Any]:
+    """All three of a cache; `slow`: where models run."""
+    quick = {"copy_executor": executor(slow=False), "io_executor": executor(slow=False)}
+    return {"run_executor": executor(slow=slow), **quick}
 
 
 def executor(*, slow: bool) -> SeededExecutor:
@@ -231,7 +237,7 @@ async def a_cache_opened_and_closed_with_a_run_under_way() -> AsyncIterator[Work
     runs: list[asyncio.Task[Any]] = []
 
     async def program() -> None:
-        async with UnifiedRadixCache.open(settings(), run_executor=executor(slow=True)) as cache:
+        async with UnifiedRadixCache.open(settings(), **executors(slow=True)) as cache:
             opened.append(cache)
             lease = await cache.acquire(seq("A", 5))
             runs.append(start(lease.run(len, "")))
@@ -251,7 +257,7 @@ async def a_cache_awaited_and_closed_by_hand() -> AsyncIterator[Work]:
     runs: list[asyncio.Task[Any]] = []
 
     async def program() -> None:
-        opened.append(await UnifiedRadixCache.open(settings(), run_executor=executor(slow=True)))
+        opened.append(await UnifiedRadixCache.open(settings(), **executors(slow=True)))
         lease = await opened[0].acquire(seq("A", 5))
         runs.append(start(lease.run(len, "")))
         await turns(2)

@@ -664,7 +664,11 @@ def on_the_loop(seed: int, program: Program) -> tuple[Any, str, float]:
 
 
 def seeded() -> dict[str, Any]:
-    return {"run_executor": SeededExecutor(asyncio.get_running_loop(), num_threads=2)}
+    loop = asyncio.get_running_loop()
+    executors = {
+        name: SeededExecutor(loop, durations=(0.0,)) for name in ("copy_executor", "io_executor")
+    }
+    return {"run_executor": SeededExecutor(loop, num_threads=2), **executors}
 
 
 async def busy() -> CacheStats:
@@ -687,7 +691,8 @@ async def busy() -> CacheStats:
         tasks = [start(request(name, length)) for name, length in requests]
         loop.call_later(draws.choice([1, 2]), draws.choice(tasks).cancel)
         if draws.random() < 0.3:
-            loop.call_later(2, r.cache.reset)
+            timer = loop.call_later(2, r.cache.reset)
+            r.at_exit(timer.cancel)
         for error in await asyncio.gather(*tasks, return_exceptions=True):
             assert error is None or isinstance(
                 error, (AdmissionTimeout, StaleError, asyncio.CancelledError)
@@ -748,7 +753,7 @@ def test_closing_stops_at_its_limit_and_reports_what_hangs() -> None:
     async def program() -> None:
         loop = asyncio.get_running_loop()
         executor = SeededExecutor(loop, durations=(0.0,), fault=lambda _: HANG)
-        async with rig(options={"run_executor": executor}) as r:
+        async with rig(options={**seeded(), "run_executor": executor}) as r:
             lease = await r.lease(seq("A", 9))
             running = start(lease.run(r.model, await lease.next_chunk(9)))
             await asyncio.sleep(1)

@@ -476,11 +476,6 @@ class HybridCacheController:
         short = self.accounts.short(num_pages)
         return short > 0 and self.write_policy.makes_room(short)
 
-    def leave_loads(self, loads: Iterable[Transfer], lease: Lease) -> None:
-        """A lease does not wait for these any more."""
-        if self.transfers is not None:
-            self.transfers.leave(loads, lease)
-
     def layer_waits(self, loads: Sequence[Transfer]) -> LayerWaits:
         """What a lease's model waits for, layer by layer."""
         progress = [load.progress for load in loads if load.progress is not None]

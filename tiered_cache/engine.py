@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tiered_cache.keys import RadixKey
 from tiered_cache.page_table import PageTable
 from tiered_cache.publish import publish
 from tiered_cache.tree.node import BASE
 from tiered_cache.types import Boundary, EvictResult, MatchPrefixParams, Tier, whole_number
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from tiered_cache.controller import HybridCacheController
+    from tiered_cache.keys import RadixKey
     from tiered_cache.transfers import Transfer
     from tiered_cache.tree.locks import Receipt
     from tiered_cache.types import EvictParams, InsertParams, InsertResult, MatchResult, PageIds
@@ -82,8 +82,7 @@ class Engine:
             CapacityError: it would hold what is promised to leases.
         """
         self._controller.check()
-        for index, pages in enumerate(self._tree.would_protect(boundary)):
-            self._controller.check_spare(pages, index)
+        self._controller.check_spare_of(self._tree.would_protect(boundary))
         receipt = self._tree.inc_lock_ref(boundary)
         self._controller.used(boundary)
         return receipt
@@ -117,8 +116,7 @@ class Engine:
         num_pages = whole_number("num_pages", num_pages)
         if num_pages < 0:
             raise ValueError(f"cannot allocate {num_pages} pages")
-        for index in range(len(self._tree.components)):
-            self._controller.check_spare(num_pages, index)
+        self._controller.check_spare(num_pages)
         pages = self._accounts.take(num_pages)
         self._controller.lent.add(pages)
         return pages
@@ -274,6 +272,8 @@ class _Loader:
 
     async def load(self, params: MatchPrefixParams) -> None:
         loads: dict[Transfer, None] = {}
+        transfers = self._controller.transfers
+        assert transfers is not None, "the caller has looked"
         try:
             for _ in range(2):  # once more, if somebody else's load above has failed
                 wanted = self._cover(params)
@@ -287,7 +287,7 @@ class _Loader:
                 if failed is None or failed.funder is self:
                     return
         finally:
-            self._controller.leave_loads(loads, self)
+            transfers.leave(loads, self)
 
     def _cover(self, params: MatchPrefixParams) -> list[Transfer]:
         controller, tree = self._controller, self._controller.tree

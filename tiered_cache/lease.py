@@ -108,7 +108,6 @@ class Lease:
         "_admitted_len",
         "_admitted_pages",
         "_closed",
-        "committed",
         "_computed",
         "_controller",
         "_cuts",
@@ -119,21 +118,22 @@ class Lease:
         "_load",
         "_num_runs",
         "_page_size",
-        "priority",
-        "prompt_len",
-        "receipt",
         "_retired",
         "_reused",
         "_reused_host",
         "_running",
         "_seen",
-        "table",
+        "committed",
         "epoch",
         "granted_at",
         "id",
         "key",
         "layers",
         "prefix_len",
+        "priority",
+        "prompt_len",
+        "receipt",
+        "table",
     )
 
     def __init__(
@@ -601,13 +601,12 @@ class Lease:
         return self._publish(stop)
 
     def _publish(self, stop: int) -> int:
-        controller, tree, receipt = self._controller, self._controller.tree, self.receipt
-        assert receipt is not None, "granted leases hold a receipt"
+        controller = self._controller
         stop -= stop % self._page_size
         if stop <= self.committed or not controller.enabled:
             return stop
         published = stop - self.committed
-        first_changed, duplicates = publish(self._controller.tree, self, stop)
+        first_changed, duplicates = publish(controller.tree, self, stop)
         if first_changed < stop:
             self._give_back(duplicates)
             controller.counters.pages_duplicate += sum(map(len, duplicates))

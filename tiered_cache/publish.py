@@ -29,9 +29,7 @@ class Publishing(Protocol):
     receipt: Receipt | None
 
 
-def publish(
-    tree: RadixTree, request: Publishing, stop: int
-) -> tuple[int, tuple[PageIds, ...]]:
+def publish(tree: RadixTree, request: Publishing, stop: int) -> tuple[int, tuple[PageIds, ...]]:
     """Insert the whole pages of `[0, stop)`, hold them, and have the table name the tree's pages.
 
     Returns the depth from which the table has changed (`stop` when it has not), and per component

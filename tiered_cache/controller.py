@@ -17,6 +17,7 @@ import weakref
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from tiered_cache import ledger
@@ -44,7 +45,7 @@ from tiered_cache.write_policies import (
 
 if TYPE_CHECKING:
     import concurrent.futures
-    from collections.abc import Awaitable, Callable, Coroutine, Sequence
+    from collections.abc import Callable, Coroutine, Sequence
 
     import torch
 
@@ -509,21 +510,21 @@ class HybridCacheController:
         Raises:
             TypeError: `ready` is nothing to wait for.
         """
-        work = self._wait_for_device(ready) if is_device_event(ready) else as_awaitable(ready)
+        if is_device_event(ready):  # it blocks a thread: not the loop's, nor that of the copies
+            waits = asyncio.wrap_future(submit(self._executors.io, ready.synchronize))
+        else:
+            waits = asyncio.ensure_future(as_awaitable(ready))
         fence = self.fences.raise_over(ids, on_lift)
-        self.spawn(self._lift_when(fence, work), "fence")
+        # Not the supervisor's: a fence that stands at the close is lifted when it may be.
+        waits.add_done_callback(partial(self._lift, fence))
         return fence
 
-    async def _wait_for_device(self, event: Any) -> None:
-        """A CUDA event blocks its thread, so it is not the loop's, nor that of the copies."""
-        await run_to_end(submit(self._executors.io, event.synchronize), self._given_up)
-
-    async def _lift_when(self, fence: Fence, ready: Awaitable[object]) -> None:
-        try:
-            await ready
-        except Exception:
+    def _lift(self, fence: Fence, waits: asyncio.Future[Any]) -> None:
+        if waits.cancelled():
+            return  # nobody will ever know: its pages stay where they are
+        if (error := waits.exception()) is not None and not self.closed:
             # Nobody knows what the pages hold, and others may have taken them over.
-            log.exception("`ready` of a commit failed: the cache is reset")
+            log.error("`ready` of a commit failed: the cache is reset", exc_info=error)
             self.reset()
         self.fences.lift(fence)
 
@@ -541,7 +542,7 @@ class HybridCacheController:
         """Whether anything is in flight: a run, a quarantine, background work."""
         if self._runs or self._ending or self._dropped or self._supervisor.num_running:
             return True
-        return bool(self.transfers) or self.write_policy.is_busy
+        return bool(self.transfers) or bool(self.fences) or self.write_policy.is_busy
 
     def calmed(self) -> None:
         """Something in flight has ended: let `drain` and the admission queue look again."""

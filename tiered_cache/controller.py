@@ -499,6 +499,11 @@ class HybridCacheController:
         short = self.accounts.short(num_pages)
         return short > 0 and self.write_policy.makes_room(short)
 
+    @property
+    def is_storing(self) -> bool:
+        """Whether pages are held by copies to the host that will end."""
+        return any(transfer.target is Tier.HOST for transfer in self.transfers or ())
+
     def layer_waits(self, loads: Sequence[Transfer]) -> LayerWaits:
         """What a lease's model waits for, layer by layer."""
         progress = [load.progress for load in loads if load.progress is not None]

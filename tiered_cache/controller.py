@@ -289,6 +289,10 @@ class HybridCacheController:
                 holders = tuple(repr(lease) for lease in self.all_leases())
                 raise self._capacity_error("no room beyond the reserve", index, num_pages, holders)
 
+    def no_room_elsewhere(self, num_pages: int) -> CapacityError:
+        """What a rank raises that has the pages itself."""
+        return self._capacity_error("another rank has no room for it", 0, num_pages)
+
     def _capacity_error(
         self, message: str, index: int, needed: int, held_by: tuple[str, ...] = ()
     ) -> CapacityError:

@@ -46,8 +46,8 @@ MUTANTS: Final = [
         rule="§11.3",
         harm="the pages that a thread writes are given to others",
         file=LEASE,
-        old="if self._num_runs or not controller.enabled:",
-        new="if not controller.enabled:",
+        old="if self._num_runs or self._loads or not controller.enabled:",
+        new="if self._loads or not controller.enabled:",
         test=EDGES + "test_nothing_is_taken_over_while_a_run_writes",
     ),
     Mutant(
@@ -64,8 +64,10 @@ MUTANTS: Final = [
         rule="§12.1",
         harm="quarantined pages are published: two owners",
         file=LEASE,
-        old="        if self._deferred and self.epoch == self._controller.epoch:",
-        new="        if self._deferred:",
+        old="        if self.epoch != self._controller.epoch:\n"
+        "            self._deferred = 0\n"
+        "        elif self._has_fallen:",
+        new="        if self._has_fallen:",
         test=EDGES + "test_a_reset_forgets_what_was_committed_during_a_run",
     ),
     Mutant(
@@ -73,8 +75,8 @@ MUTANTS: Final = [
         rule="§11.1",
         harm="a draft is published that nobody has committed",
         file=LEASE,
-        old="        self._deferred = 0\n        if self._closed:",
-        new="        if self._closed:",
+        old="stop, self._deferred = min(self._deferred, self._computed), 0",
+        new="stop = min(self._deferred, self._computed)",
         test=EDGES + "test_a_commit_that_came_to_nothing_is_forgotten",
     ),
     Mutant(
@@ -82,8 +84,8 @@ MUTANTS: Final = [
         rule="§12.2",
         harm="buffers are taken away under a thread",
         file=CONTROLLER,
-        old="return bool(self._runs or self._ending",
-        new="return bool(self._ending",
+        old="if self._runs or self._ending or self._dropped",
+        new="if self._ending or self._dropped",
         test=EDGES + "test_drain_waits_for_runs_also_for_those_that_follow_at_once",
     ),
     Mutant(

@@ -81,8 +81,9 @@ class PrefixLoad:
                     if layerwise:
                         self._use(wanted, limit)
                         return
+                    own = [load for load in wanted if load.funder is self]
                     failed = await _first_failure(wanted)
-                    if failed is None or failed.funder is self:
+                    if failed is None or failed in own:
                         break
         except TimeoutError:
             controller.counters.load_timeouts += 1
@@ -167,9 +168,13 @@ class PrefixLoad:
             self.shortened = f"a load from the host failed: {load.error}"
         if self in load.waiters:
             lease.go_on_from(load, self.end or None)
+        is_short = bool(self._using) and not load.is_complete
         if self._using:
             self._check_used(load)
         controller.accounts.promise(lease.unspent - unspent)
+        if is_short:
+            # Others may end by it, within the call: after this one's pages are accounted for.
+            self.leave()
 
     # --- layer by layer ---------------------------------------------------------------------------
 
@@ -190,7 +195,7 @@ class PrefixLoad:
     def _check_used(self, ended: Transfer) -> None:
         """One of the loads in use has ended."""
         if not ended.is_complete:
-            self.leave()
+            self._using = ()
             self.has_failed = True
             if not self._lease.is_running:
                 self._lease.fall_back()

@@ -71,8 +71,8 @@ MUTANTS: Final = [
         rule="§11.7",
         harm="what was computed and committed is lost",
         file=LEASE,
-        old="elif self._deferred and not self._loads:",
-        new="elif self._deferred and not self._loads and not self._closed:",
+        old="elif self._deferred and not self._is_using_load:",
+        new="elif self._deferred and not self._is_using_load and not self._closed:",
         test=TESTS + "test_what_was_committed_during_a_run_is_published_though_the_lease_has_gone",
     ),
     Mutant(

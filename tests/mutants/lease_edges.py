@@ -8,6 +8,7 @@ from tests.mutants.model import Mutant
 
 LEASE: Final = "tiered_cache/lease.py"
 CONTROLLER: Final = "tiered_cache/controller.py"
+PUBLISH: Final = "tiered_cache/publish.py"
 CLAIMS: Final = "tiered_cache/claims.py"
 TABLE: Final = "tiered_cache/page_table.py"
 EDGES: Final = "tests/test_lease_edges.py::"
@@ -46,8 +47,8 @@ MUTANTS: Final = [
         rule="§11.3",
         harm="the pages that a thread writes are given to others",
         file=LEASE,
-        old="if self._num_runs or self._loads or not controller.enabled:",
-        new="if self._loads or not controller.enabled:",
+        old="if self._num_runs or self._is_using_load or not controller.enabled:",
+        new="if self._is_using_load or not controller.enabled:",
         test=EDGES + "test_nothing_is_taken_over_while_a_run_writes",
     ),
     Mutant(
@@ -66,8 +67,8 @@ MUTANTS: Final = [
         file=LEASE,
         old="        if self.epoch != self._controller.epoch:\n"
         "            self._deferred = 0\n"
-        "        elif self._has_fallen:",
-        new="        if self._has_fallen:",
+        "        elif has_failed:",
+        new="        if has_failed:",
         test=EDGES + "test_a_reset_forgets_what_was_committed_during_a_run",
     ),
     Mutant(
@@ -139,18 +140,18 @@ MUTANTS: Final = [
         id="the-prompt-ends-inside-a-node",
         rule="§5.9",
         harm="what was generated takes the prompt along when it is evicted",
-        file=LEASE,
-        old="        if self._committed < self._prompt_len < stop:",
-        new="        if False:",
+        file=PUBLISH,
+        old="    if committed < request.prompt_len < stop:",
+        new="    if False:",
         test=EDGES + "test_a_finished_request_ends_a_node_with_its_prompt",
     ),
     Mutant(
         id="each-chunk-counts-again",
         rule="§5.8",
         harm="long prompts look popular: frequency policies keep the wrong pages",
-        file=LEASE,
-        old="            inserted_len=self._committed,\n",
-        new="            inserted_len=0,\n",
+        file=PUBLISH,
+        old="        inserted_len=committed,\n",
+        new="        inserted_len=0,\n",
         test=EDGES + "test_a_request_counts_once_for_each_node_b13",
     ),
     Mutant(

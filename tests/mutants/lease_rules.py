@@ -8,6 +8,7 @@ from tests.mutants.model import Mutant
 
 LEASE: Final = "tiered_cache/lease.py"
 CONTROLLER: Final = "tiered_cache/controller.py"
+PUBLISH: Final = "tiered_cache/publish.py"
 ACCOUNTS: Final = "tiered_cache/accounts.py"
 ADMISSION: Final = "tiered_cache/admission.py"
 CLAIMS: Final = "tiered_cache/claims.py"
@@ -21,8 +22,8 @@ MUTANTS: Final = [
         rule="§11.2",
         harm="nothing is left to compute, or the last token is applied twice: wrong bytes",
         file=LEASE,
-        old="limit = self._prompt_len - 1 if controller.enabled else 0",
-        new="limit = self._prompt_len if controller.enabled else 0",
+        old="limit = self.prompt_len - 1 if controller.enabled else 0",
+        new="limit = self.prompt_len if controller.enabled else 0",
         test=RULES + "test_a_wholly_cached_prompt_leaves_its_last_token_b08",
     ),
     Mutant(
@@ -66,8 +67,8 @@ MUTANTS: Final = [
         rule="§11.1",
         harm="unwritten pages are published: wrong bytes",
         file=LEASE,
-        old="if computed and chunk.start <= self._computed and not self._has_fallen:",
-        new="if chunk.start <= self._computed and not self._has_fallen:",
+        old="if computed and chunk.start <= self._computed and not has_failed:",
+        new="if chunk.start <= self._computed and not has_failed:",
         test=RULES + "test_a_run_that_raises_computes_nothing",
     ),
     Mutant(
@@ -76,7 +77,7 @@ MUTANTS: Final = [
         harm="the table changes under a running model: it writes into shared pages",
         file=LEASE,
         old="            self._deferred = max(self._deferred, stop)\n"
-        "            return self._committed",
+        "            return self.committed",
         new="            return self._publish(stop)",
         test=RULES + "test_a_commit_during_a_run_takes_effect_at_its_end",
     ),
@@ -84,8 +85,8 @@ MUTANTS: Final = [
         id="the-table-keeps-duplicates",
         rule="§5.4",
         harm="reads and writes pages that have gone home: wrong bytes",
-        file=LEASE,
-        old="            self._table.write(first_changed // self._page_size, canonical)\n",
+        file=PUBLISH,
+        old="        request.table.write(first_changed // tree.page_size, canonical)\n",
         new="",
         test=RULES + "test_who_publishes_second_uses_the_first_ones_pages",
     ),
@@ -94,7 +95,7 @@ MUTANTS: Final = [
         rule="§5.4",
         harm="a leak of each page that two requests computed",
         file=LEASE,
-        old="            self._give_back(result.duplicates)\n",
+        old="            self._give_back(duplicates)\n",
         new="",
         test=RULES + "test_who_publishes_second_uses_the_first_ones_pages",
     ),
@@ -121,8 +122,8 @@ MUTANTS: Final = [
         rule="§11.7",
         harm="a leak of the pages of rejected drafts",
         file=LEASE,
-        old="self._give_back(self._table.cut(keep))",
-        new="self._table.cut(keep)",
+        old="self._give_back(self.table.cut(keep))",
+        new="self.table.cut(keep)",
         test=RULES + "test_truncate_drops_rejected_drafts",
     ),
     Mutant(
@@ -148,7 +149,7 @@ MUTANTS: Final = [
         rule="§11.3",
         harm="the model writes into pages that others share: wrong bytes",
         file=LEASE,
-        old="if chunk.start < self._committed:",
+        old="if chunk.start < self.committed:",
         new="if chunk.start < 0:",
         test=RULES + "test_a_chunk_from_before_a_take_over_is_refused",
     ),

@@ -46,6 +46,8 @@ class LayeredModel:
         return chunk.stop
 
     def _verify(self, chunk: Chunk, layer: int) -> None:
+        if not chunk.start:
+            return
         labels = [(spec, at) for spec in self.oracle._specs for at in spec.layers]
         spans = self.oracle._spans(chunk, chunk.lease.key, 0, chunk.start)
         for (_, at), (rows, pages, offsets, wanted) in zip(labels, spans, strict=True):
@@ -210,7 +212,7 @@ async def test_a_commit_during_a_run_waits_for_both() -> None:
 
 async def test_a_commit_above_a_load_that_fails_is_discarded() -> None:
     """What was computed on state that never came is not published."""
-    async with on_host() as (r, copies, model):
+    async with on_host() as (r, copies, _):
         tokens = A[:24] + seq("T", 9)
         lease = await layerwise(r, tokens)
         chunk = await chunk_of(lease)
@@ -226,7 +228,7 @@ async def test_a_commit_above_a_load_that_fails_is_discarded() -> None:
 
 async def test_closing_discards_a_commit_above_a_load() -> None:
     """Also when a run keeps the lease's pages: nobody is there to see the load end."""
-    async with on_host() as (r, copies, model):
+    async with on_host() as (r, copies, _):
         tokens = A[:24] + seq("T", 9)
         lease = await layerwise(r, tokens)
         chunk = await chunk_of(lease)
@@ -331,7 +333,7 @@ async def test_a_lease_above_another_ones_load() -> None:
 
 async def test_the_load_above_which_a_lease_stands_fails() -> None:
     """The joiner is told in the same beat, leaves its own load, and holds its promise again."""
-    async with on_host(pages=16) as (r, copies, model):
+    async with on_host(pages=16) as (r, copies, _):
         first = await layerwise(r, A[:13])
         second = await layerwise(r)
         copies.fails = lambda job: job.num_pages == 1 and len(copies.jobs) > 0

@@ -113,9 +113,8 @@ MUTANTS: Final = [
         rule="§11.5",
         harm="a hang: pages have gone home, and nobody looks",
         file=LEASE,
-        old="            accounts.promise(self.unspent - unspent)\n"
-        "            self._controller.admission.look_again()",
-        new="            accounts.promise(self.unspent - unspent)",
+        old="            self.settle_promise()\n            self._controller.admission.look_again()",
+        new="            self.settle_promise()",
         test=EDGES + "test_a_truncation_lets_the_queue_go_on",
     ),
     Mutant(

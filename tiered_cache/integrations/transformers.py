@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from tiered_cache.cache import UnifiedRadixCache
-    from tiered_cache.lease import Chunk
+    from tiered_cache.lease import Chunk, Lease
     from tiered_cache.pools.device import DevicePools
     from tiered_cache.pools.spec import PoolSpec
 
@@ -190,6 +190,7 @@ async def generate(
     eos: int | Collection[int] | None = None,
     sample: Callable[[torch.Tensor], int] = greedy,
     turn: AbstractAsyncContextManager[Any] | None = None,
+    on_lease: Callable[[Lease], None] | None = None,
     on_grant: Callable[[float], None] | None = None,
     on_first_token: Callable[[float], None] | None = None,
     on_chunk: Callable[[Chunk], None] | None = None,
@@ -214,11 +215,14 @@ async def generate(
             from the first prompt chunk to the first token and then for each token. A scheduler in
             one argument: with one lock for all requests a prompt is computed in one go. Without,
                 the runs of all requests mix in order of arrival.
+        on_lease: called when the lease is held and its prefix is on the device, loads from the host
+            included.
         on_grant: called on the loop with the moment (`time.perf_counter()`) when the model begins
             with this request: its first run starts in the worker thread.
         on_first_token: called with the moment when the first token is known, before it is yielded.
         on_chunk: called for each chunk (prompt and answer) after it has been computed.
-        lease_kwargs: passed to `cache.lease`: `extra_key`, `cache_salt`, `priority`, `timeout`, ...
+        lease_kwargs: passed to `cache.lease`: `extra_key`, `cache_salt`, `priority`, `timeout`,
+            `load_timeout`, ...
 
     Raises:
         CapacityError, AdmissionTimeout: from the lease.
@@ -230,6 +234,8 @@ async def generate(
     run = _announce_first_run(runner, on_grant)
     lease_id: int | None = None
     async with cache.lease(prompt_tokens, reserve=max_new_tokens, **lease_kwargs) as lease:
+        if on_lease is not None:
+            on_lease(lease)
         try:
             async with turn:
                 logits: torch.Tensor | None = None

@@ -142,7 +142,7 @@ def _sums(phases: Iterable[Phase], attribute: str) -> list[float]:
 def sources(with_cache: Phase, size: DemoSize) -> Table:
     """Where the prompt tokens came from, turn by turn, and what the loads took."""
     result = Table(title="Prompt tokens with the cache, by source", title_justify="left")
-    for heading in ("", "device", "host", "computed", "host hits", "load, median", "load, longest"):
+    for heading in ("", "device", "host", "computed", "host hits", "load: median", "longest"):
         result.add_column(heading, justify="right" if heading else "left")
     for turn in range(size.turns):
         here = [r for (_, at), r in with_cache.requests.items() if at == turn]
@@ -245,15 +245,7 @@ def plot(without: Phase, with_cache: Phase, size: DemoSize, path: Path) -> None:
         0.065, 0.945, _headline(without, with_cache), fontsize=15, fontweight="bold", color=INK
     )
     figure.text(0.065, 0.9, _subtitle(with_cache, size), fontsize=10.5, color=FAINT)
-    figure.text(
-        0.065,
-        0.022,
-        "From the model's grant: from the start of a request's first run in the model's thread to "
-        "its first token; no waiting for other requests in it."
-        + (" Time to load from the host is added." if with_cache.num_host_hits else ""),
-        fontsize=8.5,
-        color=FAINT,
-    )
+    figure.text(0.065, 0.022, _footnote(with_cache), fontsize=8.5, color=FAINT)
     figure.subplots_adjust(left=0.065, right=0.975, top=0.79, bottom=0.14, wspace=0.2)
     figure.savefig(path)
 
@@ -273,10 +265,22 @@ def _subtitle(with_cache: Phase, size: DemoSize) -> str:
     text = f"SmolLM2-135M, float32, CPU: {size.chats} chats at once, {size.turns} turns each, over "
     if size.tenants == 1:
         return text + "one system prompt of about 1,000 tokens"
-    text += f"the system prompts of {size.tenants} tenants, about 1,000 tokens each"
+    text += f"the system prompts of {size.tenants} tenants"
     if not with_cache.stats.host:
-        return text
-    return f"{text}. The device tier holds {with_cache.device_tokens:,} tokens"
+        return text + " (1,000 tokens each)"
+    return f"{text} (1,000 tokens each; the device holds {with_cache.device_tokens:,})"
+
+
+def _footnote(with_cache: Phase) -> str:
+    if with_cache.num_host_hits:
+        return (
+            "From the start of a request's first run in the model's thread to its first token, and "
+            "the load from the host before that; no waiting for other requests in it."
+        )
+    return (
+        "From the model's grant: from the start of a request's first run in the model's thread to "
+        "its first token; no waiting for other requests in it."
+    )
 
 
 def _has_later_turns(phase: Phase) -> bool:
@@ -285,33 +289,21 @@ def _has_later_turns(phase: Phase) -> bool:
 
 
 def _plot_times(axes: Any, without: Phase, with_cache: Phase, size: DemoSize) -> None:
+    has_loads = with_cache.num_host_hits > 0
+    since = "with its load" if has_loads else "from the model's grant"
     for side, phase, colour in ((-0.19, without, WITHOUT_COLOUR), (0.19, with_cache, WITH_COLOUR)):
         for turn in range(size.turns):
             here = [r for (_, at), r in phase.requests.items() if at == turn]
             times = np.array([r.ttft_with_load_s for r in here])
             places = turn + side + (np.linspace(-0.1, 0.1, len(times)) if len(times) > 1 else 0.0)
-            loaded = np.array([r.num_from_host > 0 for r in here])
-            colours = np.where(loaded, HOST_COLOUR, colour)
-            axes.scatter(places, times, s=34, c=colours, alpha=0.55, lw=0)
-            # What of it was the load: from the dot down to where it would be without.
-            least = np.array([r.ttft_from_grant_s for r in here])
-            places = np.broadcast_to(places, times.shape)
-            axes.vlines(places[loaded], least[loaded], times[loaded], color=HOST_COLOUR, lw=1.6)
+            axes.scatter(places, times, s=34, color=colour, alpha=0.55, lw=0)
+            _plot_loads(axes, np.broadcast_to(places, times.shape), here)
             # Who computes the shared prompt is labelled below, and is no part of the median.
             others = np.array([not _computes_shared_prompt(r, phase) for r in here])
             median = float(np.median(times[others] if others.any() else times))
             axes.hlines(median, turn + side - 0.15, turn + side + 0.15, color=colour, lw=2.5)
             near = times[others] if others.any() else times  # the label stands above its own cloud
-            axes.annotate(
-                f"{median:.2f} s",
-                (turn + side, near.max()),
-                xytext=(0, 9),
-                textcoords="offset points",
-                ha="center",
-                fontsize=10,
-                fontweight="bold",
-                color=colour,
-            )
+            _label(axes, f"{median:.2f} s", (turn + side, near.max()), colour)
     first = [r for r in with_cache.requests.values() if _computes_shared_prompt(r, with_cache)]
     if first:
         last = first[-1]
@@ -325,14 +317,14 @@ def _plot_times(axes: Any, without: Phase, with_cache: Phase, size: DemoSize) ->
             color=WITH_COLOUR,
         )
     axes.set_yscale("log")
-    all_times = [
-        time
-        for phase in (without, with_cache)
-        for r in phase.requests.values()
-        for time in (r.ttft_from_grant_s, r.ttft_with_load_s)
-    ]
+    all_times = [r.ttft_with_load_s for p in (without, with_cache) for r in p.requests.values()]
+    all_times += [r.load_s for r in with_cache.requests.values() if r.num_from_host]
     axes.set_ylim(min(all_times) / 1.6, max(all_times) * 1.7)
-    ticks = [t for t in (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20) if _inside(t, axes.get_ylim())]
+    ticks = [
+        t
+        for t in (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20)
+        if _inside(t, axes.get_ylim())
+    ]
     axes.set_yticks(ticks, [f"{tick:g} s" for tick in ticks])
     axes.set_yticks([], minor=True)
     axes.grid(axis="y", color="#e6eaee", lw=0.8)
@@ -340,18 +332,46 @@ def _plot_times(axes: Any, without: Phase, with_cache: Phase, size: DemoSize) ->
     axes.set_xlim(-0.5, size.turns - 0.5)
     axes.set_xticks(range(size.turns), [f"turn {turn + 1}" for turn in range(size.turns)])
     axes.set_title(
-        "Time to first token from the model's grant (log scale; dot: request, bar: median)",
+        f"Time to first token {since} (log scale; dot: request, bar: median)",
         loc="left",
         fontsize=10.5,
         color=INK,
         pad=10,
     )
     names = [("without cache", WITHOUT_COLOUR), ("with cache", WITH_COLOUR)]
-    if with_cache.num_host_hits:
-        names.append(("with cache, loaded from the host (line: the load)", HOST_COLOUR))
+    if has_loads:
+        names.append(("of that, the load from the host", HOST_COLOUR))
     for name, colour in names:
         axes.scatter([], [], s=34, color=colour, alpha=0.55, lw=0, label=name)
-    axes.legend(loc="center left", frameon=False, fontsize=10, labelcolor=INK)
+    place = (0.0, 0.4 if has_loads else 0.5)  # between the clouds
+    axes.legend(loc="center left", bbox_to_anchor=place, frameon=False, fontsize=10, labelcolor=INK)
+
+
+def _plot_loads(axes: Any, places: npt.NDArray[np.float64], requests: list[Request]) -> None:
+    """How long each load took, below what it is a part of."""
+    loaded = np.array([r.num_from_host > 0 for r in requests])
+    if not loaded.any():
+        return
+    places, loads = places[loaded], np.array([r.load_s for r in requests])[loaded]
+    median = float(np.median(loads))
+    axes.scatter(places, loads, s=34, color=HOST_COLOUR, alpha=0.55, lw=0)
+    middle = round(float(np.mean(places)) - 0.19) + 0.19
+    axes.hlines(median, middle - 0.15, middle + 0.15, color=HOST_COLOUR, lw=2.5)
+    _label(axes, f"{median:.3f} s", (middle, loads.max()), HOST_COLOUR)
+
+
+def _label(axes: Any, text: str, at: tuple[float, float], colour: str) -> None:
+    """Above a cloud of dots."""
+    axes.annotate(
+        text,
+        at,
+        xytext=(0, 9),
+        textcoords="offset points",
+        ha="center",
+        fontsize=10,
+        fontweight="bold",
+        color=colour,
+    )
 
 
 def _plot_tokens(axes: Any, with_cache: Phase, size: DemoSize) -> None:
@@ -380,11 +400,7 @@ def _plot_tokens(axes: Any, with_cache: Phase, size: DemoSize) -> None:
     axes.set_xticks(range(size.turns), [f"turn {turn + 1}" for turn in range(size.turns)])
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.set_title(
-        "Prompt tokens with cache, by source, all chats",
-        loc="left",
-        fontsize=10.5,
-        color=INK,
-        pad=10,
+        "Prompt tokens with cache, all chats", loc="left", fontsize=10.5, color=INK, pad=10
     )
     axes.legend(
         loc="upper left",

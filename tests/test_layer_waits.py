@@ -1,0 +1,54 @@
+"""A lease that is granted before its load has ended: what its model waits for, and what if it fails."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.lease_helpers import P, Rig, chunk_of, rig, seq
+from tiered_cache import LoadFailed
+from tiered_cache.transfer.copier import Direction
+
+
+async def demoted(r: Rig, name: str, length: int) -> None:
+    """A prompt that the device has given up and the host has."""
+    await r.serve(seq(name, length))
+    await r.cache.drain()
+    await r.serve(seq("Z", 8 * P - 1))
+    await r.cache.drain()
+    assert r.hit(seq(name, length)) == 0
+
+
+def fail_loads(r: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    copier = r.cache._controller._mover.copier
+    copy = copier.copy
+
+    def fail(job: object) -> None:
+        if job.direction is Direction.LOAD:  # type: ignore[attr-defined]
+            raise OSError("the bus is down")
+        copy(job)
+
+    monkeypatch.setattr(copier, "copy", fail)
+
+
+async def test_after_a_failed_load_the_model_waits_for_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first run hears of it; from the next chunk on there is nothing to wait for any more."""
+    async with rig(pages=8, host={"tokens": 64 * P}) as r:
+        await demoted(r, "A", 24)
+        fail_loads(r, monkeypatch)
+        async with r.cache.lease(seq("A", 24), layerwise=True) as lease:
+            assert lease.prefix_len == 20
+
+            def waiting(chunk: object) -> object:
+                for layer in range(2):
+                    lease.layers.wait(layer)
+                return r.model(chunk)  # type: ignore[arg-type]
+
+            with pytest.raises(LoadFailed):
+                await lease.run(waiting, await chunk_of(lease))
+            chunk = await chunk_of(lease)
+            assert (chunk.start, chunk.stop) == (0, 24)
+            await lease.run(waiting, chunk)
+            await lease.wait_layer(0)
+            lease.commit(chunk)

@@ -440,6 +440,9 @@ class Lease:
         return self._hand_out(start, len(self)) if start < len(self) else None
 
     def _hand_out(self, start: int, stop: int) -> Chunk:
+        if not (self._num_runs or self._is_using_load):
+            # All of the prefix is there; the waits of a load that has failed would go on saying so.
+            self.layers = NO_LOADS
         self._take_pages(-(-stop // self._page_size))
         self._controller.counters.chunks += 1
         return Chunk(self, start, stop)

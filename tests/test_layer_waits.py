@@ -1,4 +1,4 @@
-"""A lease that is granted before its load has ended: what its model waits for, and what if it fails."""
+"""A lease that is granted before its load has ended: what its model waits for, and what if not."""
 
 from __future__ import annotations
 

@@ -22,8 +22,9 @@ from tiered_cache.integrations.transformers import TransformersRunner, generate
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tiered_cache.chunk import Chunk
     from tiered_cache.config import Config
-    from tiered_cache.lease import Chunk, Lease
+    from tiered_cache.lease import Lease
     from tiered_cache.stats import CacheStats
     from tiered_cache.testing.models import ChatModel
 

@@ -50,8 +50,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from tiered_cache.cache import UnifiedRadixCache
+    from tiered_cache.chunk import Chunk
     from tiered_cache.layers import LayerWaits
-    from tiered_cache.lease import Chunk, Lease
+    from tiered_cache.lease import Lease
     from tiered_cache.pools.device import DevicePools
     from tiered_cache.pools.spec import PoolSpec
 

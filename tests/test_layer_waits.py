@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from tests.lease_helpers import P, Rig, chunk_of, rig, seq
-from tiered_cache import LoadFailed
-from tiered_cache.transfer.copier import Direction
+from tiered_cache import Chunk, LoadFailed
+from tiered_cache.testing.gates import LIMIT_S
+from tiered_cache.transfer.copier import CopyJob, Direction
 
 
 async def demoted(r: Rig, name: str, length: int) -> None:
@@ -18,16 +21,19 @@ async def demoted(r: Rig, name: str, length: int) -> None:
     assert r.hit(seq(name, length)) == 0
 
 
-def fail_loads(r: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def fail_loads(r: Rig, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Let loads fail, once the event that is returned is set."""
     copier = r.cache._controller._mover.copier
-    copy = copier.copy
+    copy, may_fail = copier.copy, threading.Event()
 
-    def fail(job: object) -> None:
-        if job.direction is Direction.LOAD:  # type: ignore[attr-defined]
+    def fail(job: CopyJob) -> None:
+        if job.direction is Direction.LOAD:
+            assert may_fail.wait(LIMIT_S)
             raise OSError("the bus is down")
         copy(job)
 
     monkeypatch.setattr(copier, "copy", fail)
+    return may_fail
 
 
 async def test_after_a_failed_load_the_model_waits_for_nothing(
@@ -36,14 +42,15 @@ async def test_after_a_failed_load_the_model_waits_for_nothing(
     """The first run hears of it; from the next chunk on there is nothing to wait for any more."""
     async with rig(pages=8, host={"tokens": 64 * P}) as r:
         await demoted(r, "A", 24)
-        fail_loads(r, monkeypatch)
+        may_fail = fail_loads(r, monkeypatch)
         async with r.cache.lease(seq("A", 24), layerwise=True) as lease:
             assert lease.prefix_len == 20
 
-            def waiting(chunk: object) -> object:
+            def waiting(chunk: Chunk) -> Chunk:
+                may_fail.set()
                 for layer in range(2):
                     lease.layers.wait(layer)
-                return r.model(chunk)  # type: ignore[arg-type]
+                return r.model(chunk)
 
             with pytest.raises(LoadFailed):
                 await lease.run(waiting, await chunk_of(lease))

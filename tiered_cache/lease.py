@@ -331,7 +331,7 @@ class Lease:
             length = self.key.num_tokens
             if self.frontier >= length:
                 return None
-            if self._load is not None and self._load.pages:
+            if self._load is not None and self._load.pages and not self._load.is_under_way:
                 await self._load.settled()
                 continue
             if not controller.ranks.is_alone:

@@ -331,7 +331,7 @@ class Lease:
             length = self.key.num_tokens
             if self.frontier >= length:
                 return None
-            if self._load is not None and self._load.pages and not self._load.is_under_way:
+            if self._load is not None and self._load.pages and not self._is_using_load:
                 await self._load.settled()
                 continue
             if not controller.ranks.is_alone:
@@ -418,11 +418,10 @@ class Lease:
         return self._hand_out(start, len(self)) if start < len(self) else None
 
     def _hand_out(self, start: int, stop: int) -> Chunk:
-        if not (self._num_runs or self._is_using_load):
-            # All of the prefix is there; the waits of a load that has failed would go on saying so.
-            self.layers = NO_LOADS
         self._take_pages(-(-stop // self._page_size))
         self._controller.counters.chunks += 1
+        if self._load is not None and not (self._is_using_load or self._load.has_failed):
+            self.layers = NO_LOADS  # what failed is nothing to this chunk: it goes on from below
         return Chunk(self, start, stop)
 
     async def run(self, fn: Callable[..., T], *args: Any) -> T:
@@ -838,6 +837,8 @@ class Lease:
             self._promised = 0
         self._closed = True
         if self._load is not None:
+            if self._is_using_load:
+                self._deferred = 0  # it stands on pages that may never come
             self._load.leave()
         is_running = self._num_runs > 0 or bool(self._fences)
         if not is_running:

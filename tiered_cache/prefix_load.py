@@ -84,7 +84,7 @@ class PrefixLoad:
                     if layerwise:
                         self._use(wanted, limit)
                         return
-                    own = {load for load in wanted if load.funder is self}  # known until it ends
+                    own = [load for load in wanted if load.funder is self]
                     failed = await _first_failure(wanted)
                     if failed is None or failed in own:
                         break

@@ -291,7 +291,7 @@ async def test_pages_are_not_given_away_under_a_running_copy() -> None:
         await turns()
         assert (r.pool.free, r.pool.in_flight) == (2, 6)
         assert [(held.kind, held.pages) for held in r.cache.outstanding()] == [
-            ("load", {"full": 6})
+            ("quarantine", {"full": 6})
         ]
         r.spoil_free_pages()
         waiting = start(r.lease(seq("C", 12)))

@@ -34,6 +34,7 @@ from tiered_cache.errors import (
 from tiered_cache.fences import Fences
 from tiered_cache.jobs import Supervisor, run_to_end, submit
 from tiered_cache.layers import LayerWaits
+from tiered_cache.lent import LentPages
 from tiered_cache.observe import Event, EventKind, Observers
 from tiered_cache.stats import CacheStats, Counters, PoolStats
 from tiered_cache.transfer.mover import Mover
@@ -43,7 +44,7 @@ from tiered_cache.write_policies import NoWrites, Storing, WriteBack, WritePolic
 
 if TYPE_CHECKING:
     import concurrent.futures
-    from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Sequence
 
     from tiered_cache.accounts import TierPages
     from tiered_cache.fences import Fence
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
     from tiered_cache.transfer.copier import Copier
     from tiered_cache.transfers import Transfer
     from tiered_cache.tree.radix import RadixTree
-    from tiered_cache.types import PageIds
+    from tiered_cache.types import Boundary, PageIds
 
 T = TypeVar("T")
 
@@ -138,9 +139,10 @@ class HybridCacheController:
         if host is not None:
             self.host_pages = HostPages(tree, host.allocators, self.counters)
         self.accounts = PageAccounts(tree, allocators, self.counters, self.host_pages)
+        self.lent = LentPages(self.accounts, tree.page_size)
         self.admission = AdmissionQueue(self.counters)
         self.claims = Claims(tree.page_size)
-        self.fences = Fences(self._calmed)
+        self.fences = Fences(self.calmed)
         self.transfers: Transfers | None = None
         self.write_policy: WritePolicy = NoWrites()
         self.load_back_threshold = 0
@@ -158,8 +160,9 @@ class HybridCacheController:
         self._ending: dict[int, Lease] = {}
         self._dropped: deque[Lease] = deque()
         self._quiet = asyncio.Event()
+        self._watchers: list[asyncio.Future[None]] = []
         self._given_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._supervisor = Supervisor(self._calmed)
+        self._supervisor = Supervisor(self.calmed)
         self.loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._process = os.getpid()
@@ -169,7 +172,7 @@ class HybridCacheController:
         self.load_back_threshold = host.load_back_threshold
         self._mover = Mover(host.copier, executor)
         self.transfers = Transfers(
-            self.tree, self.accounts, self.host_pages, self._mover, self.counters, self._calmed
+            self.tree, self.accounts, self.host_pages, self._mover, self.counters, self.calmed
         )
         parts = Storing(
             self.tree,
@@ -264,8 +267,13 @@ class HybridCacheController:
                 raise self._capacity_error(message, index, num_pages)
 
     def check_spare(self, num_pages: int) -> None:
-        """Raise `CapacityError` unless so many pages more than what is promised can be taken."""
-        for index in range(len(self.accounts.allocators)):
+        """Raise `CapacityError` unless so many pages of every component can be taken, or held,
+        beyond what is promised."""
+        self.check_spare_of([num_pages] * len(self.accounts.allocators))
+
+    def check_spare_of(self, pages: Sequence[int]) -> None:
+        """`check_spare`, with a number per component."""
+        for index, num_pages in enumerate(pages):
             if num_pages > self.accounts.spare(index):
                 holders = tuple(repr(lease) for lease in self.all_leases())
                 raise self._capacity_error("no room beyond the reserve", index, num_pages, holders)
@@ -342,7 +350,7 @@ class HybridCacheController:
         if self.transfers is not None:
             self.transfers.release_retired()
         run.ended.set()
-        self._calmed()
+        self.calmed()
 
     def _end_later(self, run: Run, chunks: Sequence[Chunk]) -> None:
         """In the run's thread, which has outlived the cache."""
@@ -401,6 +409,11 @@ class HybridCacheController:
         self._tell(EventKind.GRANTED, lease, lease.prefix_len)
         return self.epoch
 
+    def used(self, boundary: Boundary) -> None:
+        """A prefix was published, or granted: it may be worth a copy."""
+        if self.transfers is not None:
+            self.write_policy.note_used(boundary)
+
     def rematched(self, lease: Lease, num_tokens: int) -> None:
         """A lease goes on from what others have published."""
         self.counters.rematches += 1
@@ -436,7 +449,7 @@ class HybridCacheController:
     def ended(self, lease: Lease) -> None:
         """The last run of a closed lease has ended."""
         self._ending.pop(lease.id, None)
-        self._calmed()
+        self.calmed()
 
     def dropped(self, lease: Lease) -> None:
         """A lease went without being closed (called from its finaliser, in any thread)."""
@@ -450,7 +463,7 @@ class HybridCacheController:
         while self._dropped:
             self._dropped.popleft().close()
             self.counters.leases_dropped_unclosed += 1
-        self._calmed()
+        self.calmed()
 
     def _tell(self, kind: EventKind, lease: Lease, tokens: int) -> None:
         if self.observers.listening:
@@ -475,11 +488,6 @@ class HybridCacheController:
         """Whether copies under way will save what would be dropped for so many more pages."""
         short = self.accounts.short(num_pages)
         return short > 0 and self.write_policy.makes_room(short)
-
-    def leave_loads(self, loads: Iterable[Transfer], lease: Lease) -> None:
-        """A lease does not wait for these any more."""
-        if self.transfers is not None:
-            self.transfers.leave(loads, lease)
 
     def layer_waits(self, loads: Sequence[Transfer]) -> LayerWaits:
         """What a lease's model waits for, layer by layer."""
@@ -519,7 +527,7 @@ class HybridCacheController:
             return True
         return bool(self.transfers) or self.write_policy.is_busy
 
-    def _calmed(self) -> None:
+    def calmed(self) -> None:
         """Something in flight has ended: let `drain` and the admission queue look again."""
         self.write_policy.look_again()
         self._look_again()
@@ -528,6 +536,17 @@ class HybridCacheController:
         if not self.busy:
             self._quiet.set()
         self.admission.look_again()
+        if self._watchers:
+            for watcher in self._watchers:
+                if not watcher.done():
+                    watcher.set_result(None)
+            self._watchers.clear()
+
+    async def changed(self) -> None:
+        """Until something in flight has ended, or pages have become spare."""
+        watcher = self.loop.create_future()
+        self._watchers.append(watcher)
+        await watcher
 
     def reset(self) -> None:
         """Drop all content, whatever is in flight (semantics §12.1).
@@ -535,6 +554,7 @@ class HybridCacheController:
         Pages of leases stay quarantined until the lease has ended; all others are free at once.
         """
         held = [lease.held_pages() for lease in self._current_leases()]
+        held.append(self.lent.held())
         held_host: list[list[PageIds]] = []
         if self.transfers is not None:
             held += self.transfers.held(Tier.DEVICE)
@@ -543,6 +563,7 @@ class HybridCacheController:
         self.epoch = self.tree.epoch
         self.counters.resets += 1
         self.accounts.reset(held)
+        self.lent.reset()
         if self.host_pages is not None:
             self.host_pages.reset(held_host)
         if self.transfers is not None:
@@ -636,7 +657,7 @@ class HybridCacheController:
             pool = self._pool_stats(self.accounts, Tier.DEVICE, index)
             pools[str(component.id)] = replace(
                 pool,
-                private=sum(private.values()) - ending,
+                private=sum(private.values()) - ending + len(self.lent.pages(index)),
                 quarantined=pool.quarantined + ending,
                 unspent=self.accounts.promised[index],
             )
@@ -668,6 +689,7 @@ class HybridCacheController:
             if pool.free + pool.evictable < pool.unspent:
                 faults.append(f"{name}: more is promised than there is: {pool}")
             private = [lease.private_pages()[index] for lease in leases]
+            private.append(self.lent.pages(index))
             faults += self._wrong_owners(self.accounts, Tier.DEVICE, index, private)
             if self.host_pages is not None:
                 faults += self._wrong_owners(self.host_pages, Tier.HOST, index, [])

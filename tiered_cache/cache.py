@@ -64,6 +64,7 @@ class UnifiedRadixCache:
         config: Config,
         *,
         device_pools: Mapping[str, Sequence[torch.Tensor]] | None = None,
+        stream: torch.cuda.Stream | None = None,
         observers: Sequence[Observer] = (),
         run_executor: concurrent.futures.Executor | None = None,
         copy_executor: concurrent.futures.Executor | None = None,
@@ -77,6 +78,8 @@ class UnifiedRadixCache:
             config: from `load_config`.
             device_pools: your own device tensors: pool name to one tensor per layer; they define
                 the page count.
+            stream: the CUDA stream that your models compute on, when they go on after `run` has
+                returned: each `commit` then waits for what is on it, unless it says `ready`.
             observers: told of every change, synchronously (see `tiered_cache.observe`).
             run_executor, copy_executor, io_executor: where `run` computes, where pages are copied,
                 and where the rest is done that takes long; yours to shut down. Default: own daemon
@@ -91,7 +94,7 @@ class UnifiedRadixCache:
                 f"open takes a Config, not {type(config).__name__}: open(load_config(…))"
             )
         executors = (run_executor, copy_executor, io_executor)
-        return Opening(config, device_pools, observers, executors, ranks or SingleRank())
+        return Opening(config, device_pools, stream, observers, executors, ranks or SingleRank())
 
     # --- for a serving loop -----------------------------------------------------------------------
 
@@ -432,18 +435,28 @@ class Opening:
     """What `open` returns: awaitable, and an asynchronous context manager that closes what it
     opened."""
 
-    __slots__ = ("_cache", "_config", "_device_pools", "_executors", "_observers", "_ranks")
+    __slots__ = (
+        "_cache",
+        "_config",
+        "_device_pools",
+        "_executors",
+        "_observers",
+        "_ranks",
+        "_stream",
+    )
 
     def __init__(
         self,
         config: Config,
         device_pools: Mapping[str, Sequence[torch.Tensor]] | None,
+        stream: torch.cuda.Stream | None,
         observers: Sequence[Observer],
         executors: Sequence[concurrent.futures.Executor | None],
         ranks: Ranks,
     ) -> None:
         self._config = config
         self._device_pools = device_pools
+        self._stream = stream
         self._observers = observers
         self._executors = executors
         self._ranks = ranks
@@ -468,6 +481,7 @@ class Opening:
                 enabled=self._config.mode == "on",
                 observers=parts.tree.observers,
                 ranks=self._ranks,
+                stream=self._stream,
             )
             await controller.start()
         except BaseException:
@@ -478,7 +492,9 @@ class Opening:
 
     def _make_executors(self) -> Executors:
         """The user's, and daemon threads where they brought none."""
-        threads = {"run": self._config.run_threads, "copy": 1, "io": 1}
+        # On a GPU the bytes of one copy cross while the kernels of another run.
+        copies = 2 if self._config.device.type.startswith("cuda") else 1
+        threads = {"run": self._config.run_threads, "copy": copies, "io": 1}
         run, copy, io = [
             given or DaemonExecutor(name, count)
             for given, (name, count) in zip(self._executors, threads.items(), strict=True)

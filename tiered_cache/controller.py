@@ -31,7 +31,7 @@ from tiered_cache.errors import (
     StaleError,
     WrongThreadError,
 )
-from tiered_cache.fences import Fences
+from tiered_cache.fences import Fences, as_awaitable, is_device_event
 from tiered_cache.jobs import Supervisor, run_to_end, submit
 from tiered_cache.layers import LayerWaits
 from tiered_cache.lent import LentPages
@@ -45,6 +45,8 @@ from tiered_cache.write_policies import NoWrites, Storing, WriteBack, WritePolic
 if TYPE_CHECKING:
     import concurrent.futures
     from collections.abc import Awaitable, Callable, Coroutine, Sequence
+
+    import torch
 
     from tiered_cache.accounts import TierPages
     from tiered_cache.fences import Fence
@@ -97,14 +99,16 @@ class HostTier:
 
     `write_policy`: "write_through", "write_through_selective" or "write_back" (semantics §9.5).
     `load_back_threshold`: tokens; a shorter hit is computed again. `touch`: makes its memory ready,
-    a piece per call, ahead of need; in a thread.
+    a piece per call, ahead of need; in a thread. `close`: lets go of the copier and the memory,
+    when nobody copies any more.
     """
 
     allocators: Sequence[PageAllocator]
     copier: Copier
     write_policy: str
     load_back_threshold: int
-    touch: Sequence[Callable[[], None]] = ()
+    touch: Sequence[Callable[[], None]]
+    close: Callable[[], None]
 
 
 class HybridCacheController:
@@ -116,6 +120,7 @@ class HybridCacheController:
         host: the second tier, if there is one.
         enabled: False for comparing with and without: nothing matches and nothing is kept.
         ranks: whom to agree with.
+        stream: on which the models compute, if they go on after a run has returned.
     """
 
     def __init__(
@@ -128,6 +133,7 @@ class HybridCacheController:
         enabled: bool,
         observers: Observers,
         ranks: Ranks,
+        stream: torch.cuda.Stream | None = None,
     ) -> None:
         self.tree = tree
         self.page_size = tree.page_size
@@ -149,6 +155,7 @@ class HybridCacheController:
         if host is not None and enabled:
             self._add_host_tier(host, executors.copy)
         self.ranks = ranks
+        self.stream = stream
         self.observers = observers
         self._host = host
         self._executors = executors
@@ -204,7 +211,7 @@ class HybridCacheController:
         for piece in pieces:
             if self.closed:
                 return
-            await run_to_end(submit(self._executors.io, piece), self._given_up)
+            await run_to_end(submit(self._executors.io, piece))
 
     def now(self) -> float:
         """Seconds on the loop's clock."""
@@ -494,13 +501,20 @@ class HybridCacheController:
         progress = [load.progress for load in loads if load.progress is not None]
         return LayerWaits(progress, self._thread)
 
-    def raise_fence(
-        self, ids: PageIds, ready: Awaitable[object], on_lift: Callable[[], None]
-    ) -> Fence:
-        """Pages are published that a device has not written yet."""
+    def raise_fence(self, ids: PageIds, ready: Any, on_lift: Callable[[], None]) -> Fence:
+        """Pages are published that a device has not written yet.
+
+        Raises:
+            TypeError: `ready` is nothing to wait for.
+        """
+        work = self._wait_for_device(ready) if is_device_event(ready) else as_awaitable(ready)
         fence = self.fences.raise_over(ids, on_lift)
-        self.spawn(self._lift_when(fence, ready), "fence")
+        self.spawn(self._lift_when(fence, work), "fence")
         return fence
+
+    async def _wait_for_device(self, event: Any) -> None:
+        """A CUDA event blocks its thread, so it is not the loop's, nor that of the copies."""
+        await run_to_end(submit(self._executors.io, event.synchronize), self._given_up)
 
     async def _lift_when(self, fence: Fence, ready: Awaitable[object]) -> None:
         try:
@@ -623,7 +637,7 @@ class HybridCacheController:
                 executor.shutdown(wait=False)
         await self._supervisor.aclose()
         if self._host is not None and not self.transfers:
-            self._host.copier.close()
+            self._host.close()
         return self.outstanding()
 
     # --- looking ----------------------------------------------------------------------------------

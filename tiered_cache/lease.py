@@ -26,7 +26,6 @@ import numpy.typing as npt
 import torch
 
 from tiered_cache.errors import ClosedError, StaleError
-from tiered_cache.fences import as_awaitable
 from tiered_cache.keys import check_token
 from tiered_cache.layers import NO_LOADS
 from tiered_cache.page_table import PageTable
@@ -36,7 +35,7 @@ from tiered_cache.tree.node import BASE
 from tiered_cache.types import Boundary, Hits, MatchPrefixParams, whole_number
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from types import TracebackType
 
     from tiered_cache.controller import HybridCacheController
@@ -524,8 +523,9 @@ class Lease:
         first; their pages count). While a run or a layer-wise load is active this is deferred to
         its end.
 
-        `ready`: for a device that computes on after the run has returned: an awaitable, or an event
-        with an async `wait`, that is done when the chunk's pages are written. Until then nobody
+        `ready`: for a device that computes on after the run has returned: a CUDA event, an
+        awaitable, or an event with an async `wait`, done when the chunk's pages are written
+        (default: the stream given to `open`, as it is now, if there is one). Until then nobody
         copies them to the host and they stay this lease's, also after its end; another lease that
         is granted them says so (`ready`). It must not fail: if it does, nobody knows what was
         written, and the cache is `reset()`.
@@ -543,11 +543,13 @@ class Lease:
             self.check_chunk(chunk, self.frontier if is_running else self._computed)
             if not is_running:
                 self._count_computed(chunk.stop)
+        if ready is None and self._controller.stream is not None:
+            ready = self._controller.stream.record_event()
         if ready is not None:
-            self._raise_fence(chunk, as_awaitable(ready))
+            self._raise_fence(chunk, ready)
         return self._publish_when_quiet(chunk.stop)
 
-    def _raise_fence(self, chunk: Chunk, ready: Awaitable[object]) -> None:
+    def _raise_fence(self, chunk: Chunk, ready: Any) -> None:
         first, last = chunk.start // self._page_size, -(-chunk.stop // self._page_size)
         ids = self.table.ids[BASE][first:last].copy()
         self._fences.append(self._controller.raise_fence(ids, ready, self._fence_lifted))

@@ -19,6 +19,7 @@ What is proved on the way:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import sys
 from collections import Counter
@@ -52,7 +53,7 @@ from tiered_cache.testing.loop import HANG, DeterministicLoop, SeededExecutor, S
 from tiered_cache.testing.oracle import ByteOracle, HasSlots, OracleError, OracleModel, path_tokens
 from tiered_cache.transfer import copier
 from tiered_cache.transfer.cpu import CpuCopier
-from tiered_cache.types import PageIds, Tier
+from tiered_cache.types import EvictParams, PageIds, Tier
 from tiered_cache.write_policies import WriteBack, WriteThrough
 
 LAYERS: Final = (0, 1)
@@ -334,21 +335,27 @@ class Schedule:
     async def _bursts(self) -> None:
         draws = self.draws
         families = [_tokens(name, 64) for name in range(draws.choice((2, 3)))]
-        operators = [self.loop.create_task(self._operate()) for _ in range(2)]
+        operators = [self.loop.create_task(self._operate())]
         resets = sorted(draws.choice((3, 6, 9, 12)) for _ in range(self.shape.resets))
         for at in resets:
             self.loop.call_later(at, self._reset)
-        for _ in range(draws.randint(4, 6)):
+        for family in families:
+            self._arrive(family[: self._length()], "")
+        for _ in range(draws.randint(2, 4)):
+            await asyncio.sleep(draws.choice((0, 1, 2, 5)))
+            if draws.random() < 0.8:
+                await asyncio.wait(self._actors, timeout=draws.choice((0, 20, 100)))
+                await self._demote()
             family = draws.choice(families)
             length = self._length()
             is_equal = draws.random() < 0.5
-            for _ in range(draws.choice((1, 1, 2, 3))):
+            salt = "x" if draws.random() < 0.08 else ""
+            for _ in range(draws.choice((1, 2, 3, 3))):
                 tokens = family[: length if is_equal else self._length()]
-                if draws.random() < 0.25:
+                if draws.random() < 0.3:
                     cut = draws.randint(1, len(tokens))
                     tokens = tokens[:cut] + _tokens(90 + draws.randint(0, 2), len(tokens) - cut)
-                self._arrive(tokens, draws.choice(("", "", "", "", "x")))
-            await asyncio.sleep(draws.choice((0, 1, 2, 3, 5, 5)))
+                self._arrive(tokens, salt)
         for task in operators:
             task.cancel()
         await asyncio.wait(operators)
@@ -357,7 +364,14 @@ class Schedule:
                 task.result()
 
     def _length(self) -> int:
-        return self.draws.randint(5, min(7, self.shape.device_pages - 1) * P)
+        return self.draws.randint(2 * P, min(6, self.shape.device_pages - 1) * P)
+
+    async def _demote(self) -> None:
+        """As an engine that needs the device for something else, for a moment."""
+        with contextlib.suppress(TimeoutError, ClosedError):
+            async with asyncio.timeout(self.draws.choice((1, 10, 10))):
+                num_tokens = self.shape.device_pages * P
+                await self.cache.evict(EvictParams(num_tokens))
 
     def _arrive(self, tokens: list[int], salt: str) -> None:
         draws = self.draws
@@ -471,7 +485,7 @@ class Schedule:
                 lease.finish()
             elif choice < 0.12:
                 break
-            chunk = await lease.next_chunk(draws.choice((3, P, 2 * P, 100, 100)))
+            chunk = await lease.next_chunk(draws.choice((3, 2 * P, 100, 100)))
             if chunk is not None:
                 self._check_chunk(lease, chunk)
                 await self._compute(lease, chunk)
@@ -510,7 +524,7 @@ class Schedule:
         try:
             lease.truncate(length)
         except ValueError:
-            is_coming = bool(lease._loads) and length < lease._loaded
+            is_coming = lease._is_using_load and length < lease._own_from * P
             assert not is_legal or lease.is_running or is_coming
         else:
             assert is_legal
@@ -627,31 +641,20 @@ class Schedule:
         while not self.cache.closed:
             await asyncio.sleep(draws.choice((1, 2, 3)))
             choice = draws.random()
-            if choice < 0.15:
+            if choice < 0.2:
                 await self.cache.drain()
-            elif choice < 0.4:
-                self._press(Tier.HOST, draws.randint(1, 4))
+            elif choice < 0.5:
+                await self.cache.evict_host(EvictParams(draws.randint(1, 4) * P))
             elif choice < 0.6:
-                self._press(Tier.DEVICE, draws.randint(1, 4))
+                await self.cache.evict(EvictParams(draws.randint(1, 4) * P))
             elif choice < 0.8:
                 self.prove()
             else:
                 self.cache.stats()
                 self.cache.outstanding()
 
-    def _press(self, tier: Tier, num_pages: int) -> None:
-        """As an engine that needs room for something else."""
-        tree = self.cache.tree
-        evict = tree.evict if tier is Tier.DEVICE else tree.evict_host
-        evicted = evict([num_pages])
-        self._note(f"pressed out {len(evicted.device[0])} and {len(evicted.host[0])} pages")
-        self._guards[0].free(evicted.device[0])
-        self._guards[1].free(evicted.host[0])
-        self._dropped_before -= evicted.dropped_tokens
-        self.controller.admission.look_again()
-
     def _reset(self) -> None:
-        if self.cache.closed:
+        if self.cache.closed or self._is_over:
             return
         transfers = self.controller.transfers
         assert transfers is not None
@@ -807,7 +810,7 @@ class Schedule:
         self._prove_found()
 
     def _prove_lease(self, lease: Lease) -> None:
-        stop = lease.committed if lease._loads else lease.computed
+        stop = lease.committed if lease._is_using_load else lease.computed
         if stop and not self.unwritten.intersection((lease.slots("full", 0, stop) // P).tolist()):
             self.oracle.verify(lease, lease.key, 0, stop)
 

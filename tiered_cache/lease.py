@@ -202,6 +202,7 @@ class Lease:
             self._load = PrefixLoad(self, controller)
             try:
                 await self._load.bring(limit, load_timeout, layerwise=self._layerwise)
+                controller.check()  # the cache may have been closed meanwhile
             except BaseException:
                 self.close()
                 raise

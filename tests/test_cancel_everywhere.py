@@ -32,10 +32,12 @@ NEVER: Final = {
     "prefix_load.py PrefixLoad.settled: await load.ended.wait()": "nobody calls it",
     "controller.py HybridCacheController._lift_when: await ready": "only a close ends it, and then "
     "nobody knows when the pages are written: they stay quarantined, which fails every test",
+    "controller.py HybridCacheController._wait_for_device: await run_to_end("
+    "submit(self._executors.io, event.synchronize), self._given_up)": "(same)",
     "cache.py UnifiedRadixCache.evict_host: await self._engine.evict_host(params)": "gives up at "
     "once; a coroutine as `evict` is, and because a tier below may make it wait",
 }
-"""Awaits that never suspend, so that nothing can be cancelled in them, and why."""
+"""Awaits that no scenario can be cancelled in, and why."""
 
 SLOW_TURNS: Final = 40
 """A slow run takes longer than what happens around it, wherever that is cancelled."""

@@ -405,7 +405,7 @@ class Schedule:
             await self._read_back()
             await self.cache.drain()
             self._prove_quiet()
-        assert await self.cache.aclose() == []
+        assert await self.cache.aclose(None) == []
         await assert_nothing_left(self.cache)
         left = asyncio.all_tasks() - {asyncio.current_task()}
         assert not left, f"tasks are left: {left}"
@@ -810,7 +810,7 @@ class Schedule:
         self._prove_found()
 
     def _prove_lease(self, lease: Lease) -> None:
-        stop = lease.committed if lease._is_using_load else lease.computed
+        stop = lease.computed if lease._load is None or lease._load.is_over else lease.committed
         if stop and not self.unwritten.intersection((lease.slots("full", 0, stop) // P).tolist()):
             self.oracle.verify(lease, lease.key, 0, stop)
 

@@ -517,11 +517,19 @@ class HybridCacheController:
         await run_to_end(submit(self._executors.io, event.synchronize), self._given_up)
 
     async def _lift_when(self, fence: Fence, ready: Awaitable[object]) -> None:
+        written = asyncio.ensure_future(ready)
         try:
-            await ready
-        except Exception:
+            await asyncio.wait([written])
+        except asyncio.CancelledError:  # the cache has ended; whoever computes has not
+            written.add_done_callback(lambda _: self._lift(fence, written))
+            raise
+        self._lift(fence, written)
+
+    def _lift(self, fence: Fence, written: asyncio.Future[object]) -> None:
+        error = asyncio.CancelledError() if written.cancelled() else written.exception()
+        if error is not None and not self.closed:
             # Nobody knows what the pages hold, and others may have taken them over.
-            log.exception("`ready` of a commit failed: the cache is reset")
+            log.error("`ready` of a commit failed: the cache is reset", exc_info=error)
             self.reset()
         self.fences.lift(fence)
 

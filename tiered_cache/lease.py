@@ -440,6 +440,8 @@ class Lease:
         return self._hand_out(start, len(self)) if start < len(self) else None
 
     def _hand_out(self, start: int, stop: int) -> Chunk:
+        if self._load is not None and self._load.is_over:
+            self.layers = NO_LOADS  # after a failure, what is computed anew has nothing to wait for
         self._take_pages(-(-stop // self._page_size))
         self._controller.counters.chunks += 1
         return Chunk(self, start, stop)

@@ -63,6 +63,11 @@ class PrefixLoad:
         return bool(self._using)
 
     @property
+    def is_over(self) -> bool:
+        """Whether nobody waits for it any more: it has come, or the lease has fallen back."""
+        return not (self._using or self.has_failed)
+
+    @property
     def is_running(self) -> bool:
         return self._lease.is_running
 

@@ -334,7 +334,8 @@ class Schedule:
 
     async def _bursts(self) -> None:
         draws = self.draws
-        families = [_tokens(name, 64) for name in range(draws.choice((2, 3)))]
+        longest = min(7, self.shape.device_pages - 1) * P
+        families = [_tokens(name, longest) for name in range(draws.choice((2, 3)))]
         operators = [self.loop.create_task(self._operate())]
         resets = sorted(draws.choice((3, 6, 9, 12)) for _ in range(self.shape.resets))
         for at in resets:
@@ -346,13 +347,16 @@ class Schedule:
             if draws.random() < 0.8:
                 await asyncio.wait(self._actors, timeout=draws.choice((0, 20, 100)))
                 await self._demote()
-            family = draws.choice(families)
-            length = self._length()
-            is_equal = draws.random() < 0.5
+            family, length = draws.choice(families), self._length()
+            if draws.random() < 0.8 and not self.cache.closed:  # what the host has most of
+                hits = [self._match("", family, None).host_hit_length for family in families]
+                family = families[hits.index(max(hits))]
+                length = max(length, min(max(hits) + draws.randint(1, P), len(family)))
+            is_equal = draws.random() < 0.6
             salt = "x" if draws.random() < 0.08 else ""
-            for _ in range(draws.choice((1, 2, 3, 3))):
+            for _ in range(draws.choice((1, 2, 3, 4))):
                 tokens = family[: length if is_equal else self._length()]
-                if draws.random() < 0.3:
+                if draws.random() < 0.25:
                     cut = draws.randint(1, len(tokens))
                     tokens = tokens[:cut] + _tokens(90 + draws.randint(0, 2), len(tokens) - cut)
                 self._arrive(tokens, salt)
@@ -583,6 +587,7 @@ class Schedule:
                 second = await lease.next_chunk(P)
                 if second is not None:
                     self._check_chunk(lease, second)
+                    await lease.ready()
                     self.meet("runs queued behind their own")
                     work = lease.run(self._model_for(lease, second), second)
                     runs.append(self.loop.create_task(work))

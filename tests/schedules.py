@@ -50,7 +50,7 @@ from tiered_cache.observe import Event, EventKind
 from tiered_cache.pools.allocator import PageAllocator
 from tiered_cache.testing.awaits import assert_nothing_left
 from tiered_cache.testing.loop import HANG, DeterministicLoop, SeededExecutor, SeededJob
-from tiered_cache.testing.oracle import ByteOracle, HasSlots, OracleError, OracleModel, path_tokens
+from tiered_cache.testing.oracle import ByteOracle, OracleModel, path_tokens
 from tiered_cache.transfer import copier
 from tiered_cache.transfer.cpu import CpuCopier
 from tiered_cache.types import EvictParams, PageIds, Tier
@@ -304,11 +304,7 @@ class Schedule:
         shape, loop = self.shape, self.loop
         loop.note(repr(shape))
         self._run_executor = SeededExecutor(
-            loop,
-            name="run",
-            num_threads=shape.run_threads,
-            execute_at="end",
-            fault=self._run_fault,
+            loop, name="run", num_threads=shape.run_threads, execute_at="end", fault=self._run_fault
         )
         self._copy_executor = SeededExecutor(
             loop, name="copy", num_threads=shape.copy_threads, fault=self._copy_fault

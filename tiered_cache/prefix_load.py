@@ -91,8 +91,9 @@ class PrefixLoad:
                     if layerwise:
                         self._use(wanted)
                         return
+                    own = [load for load in wanted if load.funder is self]
                     failed = await _first_failure(wanted)
-                    if failed is None or failed.funder is self:
+                    if failed is None or failed in own:
                         break
         except TimeoutError:
             controller.counters.load_timeouts += 1

@@ -901,10 +901,9 @@ class Lease:
         controller = self._controller
         if self._closed or not controller.may_clean_up():
             return
-        if self.epoch == controller.epoch:
-            if self._promised:
-                controller.accounts.promise(-self._promised)
-                self._promised = 0
+        if self.epoch == controller.epoch and self._promised:
+            controller.accounts.promise(-self._promised)
+            self._promised = 0
         self._closed = True
         if self._load is not None:
             if self._is_using_load:

@@ -337,7 +337,7 @@ async def test_a_load_that_takes_too_long_is_done_without() -> None:
         assert "did not end within 0.01 s" in lease.why
         assert r.counters.load_timeouts == 1
         assert (r.pool.in_flight, r.pool.unspent) == (6, 7)
-        assert ("load", {"full": 6}) in [(held.kind, held.pages) for held in r.cache.outstanding()]
+        assert ("quarantine", {"full": 6}) in [(held.kind, held.pages) for held in r.cache.outstanding()]
         r.check()
         chunk = await lease.next_chunk(100)
         assert chunk is not None
@@ -491,7 +491,7 @@ async def test_a_reset_while_pages_are_being_loaded() -> None:
         r.cache.reset()
         assert (r.pool.free, r.pool.quarantined) == (10, 6)
         assert (r.host.free, r.host.quarantined) == (64, 0)
-        assert [held.kind for held in r.cache.outstanding()].count("stale load") == 1
+        assert [held.kind for held in r.cache.outstanding()].count("quarantine") == 1
         lease = await soon(work)
         assert (lease.prefix_len, lease.hits.total) == (0, 0)
         r.spoil_free_pages()
@@ -549,7 +549,7 @@ async def test_closing_with_a_hung_copy_returns_in_time_and_says_so() -> None:
         await turns()
         job = copies.start()
         left = await r.cache.aclose(0.05)
-        assert [(held.kind, held.pages) for held in left] == [("load", {"full": 6})]
+        assert [(held.kind, held.pages) for held in left] == [("quarantine", {"full": 6})]
         assert not work.done()
         job.finish()
         await turns()

@@ -420,6 +420,16 @@ async def a_prefix_loaded_by_hand() -> AsyncIterator[Work]:
 
 
 @scenario
+async def room_made_by_hand_where_copies_hold_it() -> AsyncIterator[Work]:
+    """What is being copied cannot go before that has ended."""
+    async with stage(pages=8, slow_copies=True, host=HOST) as s:
+        await s.serve(seq("A", 24))
+        await turns(3)
+        assert s.cache._controller.is_storing
+        yield s.cache.evict(EvictParams(num_tokens=8 * P))
+
+
+@scenario
 async def room_made_by_hand_when_it_must_be_copied_first() -> AsyncIterator[Work]:
     """Whoever wanted it may go; what is being copied stays cached."""
     host = {**HOST, "write_policy": "write_back"}

@@ -289,6 +289,10 @@ class HybridCacheController:
                 holders = tuple(repr(lease) for lease in self.all_leases())
                 raise self._capacity_error("no room beyond the reserve", index, num_pages, holders)
 
+    def no_room_elsewhere(self, num_pages: int) -> CapacityError:
+        """What a rank raises that has the pages itself."""
+        return self._capacity_error("another rank has no room for it", 0, num_pages)
+
     def _capacity_error(
         self, message: str, index: int, needed: int, held_by: tuple[str, ...] = ()
     ) -> CapacityError:
@@ -498,6 +502,11 @@ class HybridCacheController:
         """Whether copies under way will save what would be dropped for so many more pages."""
         short = self.accounts.short(num_pages)
         return short > 0 and self.write_policy.makes_room(short)
+
+    @property
+    def is_storing(self) -> bool:
+        """Whether pages are held by copies to the host that will end."""
+        return any(transfer.target is Tier.HOST for transfer in self.transfers or ())
 
     def layer_waits(self, loads: Sequence[Transfer]) -> LayerWaits:
         """What a lease's model waits for, layer by layer."""

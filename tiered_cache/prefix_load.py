@@ -36,6 +36,7 @@ class PrefixLoad:
 
     __slots__ = (
         "_controller",
+        "_covered",
         "_lease",
         "_loads",
         "_using",
@@ -49,6 +50,7 @@ class PrefixLoad:
         self._lease = lease
         self._controller = controller
         self._loads: dict[Transfer, None] = {}  # all that it has waited for
+        self._covered = 0  # tokens that its loads will have brought
         self._using: Sequence[Transfer] = ()  # while the lease's table names their pages
         self.pages = 0
         self.end = 0
@@ -59,6 +61,11 @@ class PrefixLoad:
     def is_under_way(self) -> bool:
         """Whether the lease is using pages that are a load's."""
         return bool(self._using)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody waits for it any more: it has come, or the lease has fallen back."""
+        return not (self._using or self.has_failed)
 
     @property
     def is_running(self) -> bool:
@@ -82,7 +89,7 @@ class PrefixLoad:
                 for _ in range(2):
                     wanted = self._cover(limit, layerwise=layerwise)
                     if layerwise:
-                        self._use(wanted, limit)
+                        self._use(wanted)
                         return
                     own = [load for load in wanted if load.funder is self]
                     failed = await _first_failure(wanted)
@@ -101,13 +108,14 @@ class PrefixLoad:
         """Join the loads that bring a part of what is missing, start one for each other part."""
         lease, controller, tree = self._lease, self._controller, self._controller.tree
         receipt, transfers = lease.receipt, controller.transfers
-        if lease.epoch != controller.epoch:
+        if lease.closed or lease.epoch != controller.epoch:
             return []
         assert receipt is not None, "granted leases hold a receipt"
         assert transfers is not None, "there is a host tier"
         boundary = tree.match_deeper(receipt, lease.key, limit, device_only=False)
         if boundary is None or boundary.depth - receipt.depth < controller.load_back_threshold:
             return []
+        self._covered = boundary.depth
         loads = []
         for piece in tree.plan_transfer(boundary, BASE, Tier.DEVICE, receipt.depth):
             if piece.ids is None:
@@ -175,12 +183,12 @@ class PrefixLoad:
 
     # --- layer by layer ---------------------------------------------------------------------------
 
-    def _use(self, loads: Sequence[Transfer], limit: int) -> None:
+    def _use(self, loads: Sequence[Transfer]) -> None:
         """Let the lease's table name the pages that are coming (semantics §9.9)."""
         lease, size = self._lease, self._controller.page_size
         start = lease.committed
         for load in loads:
-            stop = min(load.depth, limit - limit % size)
+            stop = min(load.depth, self._covered)  # others' loads may leave the lease's path
             ids = load.device_ids[(start - load.start) // size : (stop - load.start) // size]
             lease.table.write(start // size, [ids])
             start = stop

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -98,24 +98,25 @@ class _Bench:
         )
 
     def rows(self, name: str, repeat: int) -> list[Row]:
-        ratios: dict[Direction, list[float]] = {direction: [] for direction in Direction}
-        times_s: dict[Direction, list[float]] = {direction: [] for direction in Direction}
+        turns: dict[Direction, list[tuple[_Time, _Time, int]]] = {way: [] for way in Direction}
         for seed in range(repeat):
             jobs = {way: self._jobs(way, seed) for way in Direction}
             for turn in range(len(jobs[Direction.STORE])):
                 num_bytes = jobs[Direction.STORE][turn].num_bytes
-                plain_s = _seconds(partial(self._memcpy, turn, num_bytes))
+                plain = _Time.of(partial(self._memcpy, turn, num_bytes))
                 for way in Direction:
-                    took_s = _seconds(partial(self.copier.copy, jobs[way][turn]))
-                    ratios[way].append(plain_s / took_s)
-                    times_s[way].append(took_s / (jobs[way][turn].num_pages * self.num_slices))
+                    took = _Time.of(partial(self.copier.copy, jobs[way][turn]))
+                    turns[way].append((plain, took, jobs[way][turn].num_pages * self.num_slices))
         return [
             Row(
                 "copies",
                 f"{name} slices, {way.value}",
                 {
-                    "memcpy_x": median(ratios[way]),
-                    "slice_us": median(times_s[way]) * 1e6,
+                    "memcpy_x": median(plain.own_s / took.own_s for plain, took, _ in turns[way]),
+                    "elapsed_x": median(
+                        plain.elapsed_s / took.elapsed_s for plain, took, _ in turns[way]
+                    ),
+                    "slice_us": median(took.own_s / slices for _, took, slices in turns[way]) * 1e6,
                     "one_page_us": self._one_page_us(way),
                 },
                 PAGE_SIZE,
@@ -140,7 +141,7 @@ class _Bench:
         times_s = []
         for _ in range(100):
             pair = [chance.integers(0, self.num_pages, 1, np.int32) for _ in range(2)]
-            times_s.append(_seconds(partial(self._move, direction, *pair)))
+            times_s.append(_Time.of(partial(self._move, direction, *pair)).own_s)
         return median(times_s) * 1e6
 
     def _move(self, direction: Direction, device_ids: PageIds, host_ids: PageIds) -> None:
@@ -148,7 +149,16 @@ class _Bench:
             self.copier.copy(job)
 
 
-def _seconds(work: Callable[[], object]) -> float:
-    start_s = perf_counter()
-    work()
-    return perf_counter() - start_s
+@dataclass(frozen=True, slots=True)
+class _Time:
+    """What a piece of work took: by the clock, and of this thread."""
+
+    elapsed_s: float
+    own_s: float
+
+    @classmethod
+    def of(cls, work: Callable[[], object]) -> _Time:
+        start_s, start_own_s = perf_counter(), thread_time()
+        work()
+        own_s = thread_time() - start_own_s
+        return cls(perf_counter() - start_s, own_s)

@@ -38,11 +38,12 @@ def run(
         "a: {}": (lambda: (prompt for _, prompt in chat), chat.num_tokens),
         "d: {}, evicting": (lambda: eviction, 20_000 if quick else Eviction.POOL_TOKENS),
     }
+    kinds = {"tree": tree_requests, "lease": lease_requests, "tree, two tiers": tiers_requests}
     runs: dict[tuple[str, int], list[Run]] = {}
     for _ in range(repeat):
         for page_size in page_sizes:
             for name, (prompts, pool_tokens) in works.items():
-                for who, requests in (("tree", tree_requests), ("lease", lease_requests)):
+                for who, requests in kinds.items():
                     gc.collect()
                     laps = requests(prompts(), page_size, pool_tokens)
                     runs.setdefault((name.format(who), page_size), []).append(laps.summary())
@@ -59,7 +60,23 @@ def run(
             for name_of_key in ("without_key_c", "without_key_us"):  # a lease makes its own key
                 del figures[name_of_key]
             rows.append(Row("lease", lease, {"tree_x": median(ratios), **figures}, page_size))
+            two = name.format("tree, two tiers")
+            ratios = [
+                mine.median_c / theirs.median_c
+                for mine, theirs in zip(runs[two, page_size], runs[tree, page_size], strict=True)
+            ]
+            figures = timed_row("lease", two, page_size, runs[two, page_size]).figures
+            rows.append(Row("lease", two, {"one_tier_x": median(ratios), **figures}, page_size))
     return rows
+
+
+def tiers_requests(prompts: Iterable[array[int]], page_size: int, pool_tokens: int) -> Laps:
+    """`tree_requests`, with a host tier four times as large."""
+    rig = Rig(pool_tokens, page_size, host_tokens=4 * pool_tokens)
+    laps = Laps()
+    for prompt in prompts:
+        rig.request(prompt, None, laps)
+    return laps
 
 
 def tree_requests(prompts: Iterable[array[int]], page_size: int, pool_tokens: int) -> Laps:

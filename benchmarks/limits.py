@@ -56,6 +56,8 @@ LIMITS: Final = (
     Limit("tree", "d: request, evicting", "hit_rate", 0.3495, at_least=True),
     Limit("lease", "a: lease", "tree_x", 2),
     Limit("lease", "d: lease, evicting", "tree_x", 2),
+    Limit("lease", "a: tree, two tiers", "one_tier_x", 1.15),
+    Limit("lease", "d: tree, two tiers, evicting", "one_tier_x", 1.15),
     *(
         Limit("scaling", f"{leaves:,} leaves{locked}", figure, bound)
         for leaves, bound in ((10_000, 3), (100_000, 3), (1_000_000, 5))
@@ -71,6 +73,8 @@ LIMITS: Final = (
         for size, bound in (("6 KiB", 0.45), ("64 KiB", 0.75))
         for way in ("store", "load")
     ),
+    Limit("lateness", "transfers", "added_p99_ms", 1),
+    Limit("lateness", "model, transfers", "model_x", 1.2),
     Limit("trace", "10,000 blocks", "hit_rate", 0.207, at_least=True),
     Limit("trace", "50,000 blocks", "hit_rate", 0.354, at_least=True),
 )

@@ -13,7 +13,7 @@ import torch
 from typer import Typer
 from typer.testing import CliRunner
 
-from benchmarks import copies, lease, limits, measure, report, scaling, trace, tree
+from benchmarks import copies, lateness, lease, limits, measure, report, scaling, trace, tree
 from benchmarks.__main__ import main
 from benchmarks.workloads import Chat, Eviction, FanOut, LongContext, Trace, calibrate
 
@@ -95,8 +95,10 @@ def test_a_lease_is_measured_against_the_tree_of_its_round() -> None:
     assert [row.line for row in rows] == [
         "a: tree",
         "a: lease",
+        "a: tree, two tiers",
         "d: tree, evicting",
         "d: lease, evicting",
+        "d: tree, two tiers, evicting",
     ]
     assert all(row.figures["tree_x"] > 0 for row in rows if "lease" in row.line)
 
@@ -114,6 +116,15 @@ def test_copies_are_measured_both_ways_and_leave_torchs_threads_alone() -> None:
     assert all(value > 0 for row in rows for value in row.figures.values())
     assert {limit for row in rows for limit in limits.limits_for(row)} == {
         limit for limit in limits.LIMITS if limit.bench == "copies"
+    }
+
+
+def test_lateness_is_measured_with_and_without_transfers_and_a_model() -> None:
+    rows = lateness.run(1, quick=True)
+    assert [row.line for row in rows] == ["idle", "transfers", "model", "model, transfers"]
+    assert [row.figures["moved_gb_per_s"] > 0 for row in rows] == [False, True, False, True]
+    assert {limit for row in rows for limit in limits.limits_for(row)} == {
+        limit for limit in limits.LIMITS if limit.bench == "lateness"
     }
 
 

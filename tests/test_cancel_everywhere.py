@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Final
 from unittest import mock
@@ -19,19 +19,30 @@ import pytest
 import uvloop
 
 import tiered_cache
-from tests.lease_helpers import Rig, chunk_of, seq, settings, start, turns
-from tiered_cache import StaleError, UnifiedRadixCache, controller
+from tests.lease_helpers import P, Rig, chunk_of, seq, settings, start, turns
+from tiered_cache import EvictParams, RadixKey, StaleError, UnifiedRadixCache, controller
+from tiered_cache.ranks import Ranks
 from tiered_cache.testing.awaits import Coverage, assert_nothing_left, cancel_everywhere
 from tiered_cache.testing.loop import HANG, DeterministicLoop, SeededExecutor, SeededJob
 
 NEVER: Final = {
     "admission.py AdmissionQueue.admit: async with asyncio.timeout(timeout)": "sets a timer",
     "controller.py HybridCacheController.aclose: async with asyncio.timeout(limit)": "sets a timer",
+    "prefix_load.py PrefixLoad.bring: async with asyncio.timeout(timeout)": "sets a timer",
+    "prefix_load.py PrefixLoad.settled: await load.ended.wait()": "nobody calls it",
+    "controller.py HybridCacheController._lift_when: await ready": "only a close ends it, and then "
+    "nobody knows when the pages are written: they stay quarantined, which fails every test",
+    "controller.py HybridCacheController._wait_for_device: await run_to_end("
+    "submit(self._executors.io, event.synchronize), self._given_up)": "(same)",
+    "cache.py UnifiedRadixCache.evict_host: await self._engine.evict_host(params)": "gives up at "
+    "once; a coroutine as `evict` is, and because a tier below may make it wait",
 }
-"""Awaits that never suspend, so that nothing can be cancelled in them, and why."""
+"""Awaits that no scenario can be cancelled in, and why."""
 
 SLOW_TURNS: Final = 40
 """A slow run takes longer than what happens around it, wherever that is cancelled."""
+
+HOST: Final = {"tokens": 64 * P}
 
 HOW: Final = [(0, 1), (0, 2), (0, 3), (1, 1), (2, 1), (2, 2), (5, 1)]
 """Turns between a suspension and the cancellation, and how often it is cancelled."""
@@ -72,9 +83,16 @@ class Stage(Rig):
 
 
 @contextlib.asynccontextmanager
-async def stage(pages: int = 16, *, slow: bool = False) -> AsyncIterator[Stage]:
-    options = executors(slow=slow)
-    async with UnifiedRadixCache.open(settings(pages), **options) as cache:
+async def stage(
+    pages: int = 16,
+    *,
+    slow: bool = False,
+    slow_copies: bool = False,
+    ranks: Ranks | None = None,
+    **sections: Any,
+) -> AsyncIterator[Stage]:
+    options = {**executors(slow=slow, slow_copies=slow_copies), "ranks": ranks}
+    async with UnifiedRadixCache.open(settings(pages, **sections), **options) as cache:
         made = Stage(cache)
         yield made
         await asyncio.gather(*made.others)
@@ -83,10 +101,24 @@ async def stage(pages: int = 16, *, slow: bool = False) -> AsyncIterator[Stage]:
         assert cache._controller.claims._claims == []
 
 
-def executors(*, slow: bool) -> dict[str, Any]:
+@contextlib.asynccontextmanager
+async def stage_with_a_on_the_host(**how: Any) -> AsyncIterator[Stage]:
+    """Six pages of a sequence A are on the host, none on the device, which has eight."""
+    async with stage(pages=8, slow_copies=True, host=HOST, **how) as s:
+        await s.serve(seq("A", 24))
+        await s.cache.drain()
+        await s.cache.evict(EvictParams(num_tokens=8 * P))
+        assert s.hit(seq("A", 24)) == 0
+        yield s
+
+
+def executors(*, slow: bool, slow_copies: bool = False, slow_io: bool = False) -> dict[str, Any]:
     """All three of a cache; `slow`: where models run."""
-    quick = {"copy_executor": executor(slow=False), "io_executor": executor(slow=False)}
-    return {"run_executor": executor(slow=slow), **quick}
+    return {
+        "run_executor": executor(slow=slow),
+        "copy_executor": executor(slow=slow_copies),
+        "io_executor": executor(slow=slow_io),
+    }
 
 
 def executor(*, slow: bool) -> SeededExecutor:
@@ -306,6 +338,124 @@ async def many_nodes() -> AsyncIterator[Stage]:
         with mock.patch.object(controller, "SWEEP_NODES", 1):
             yield s
             await s.cache.aclose()
+
+
+# --- two tiers ------------------------------------------------------------------------------------
+
+
+@scenario
+async def a_request_whose_prefix_is_loaded() -> AsyncIterator[Work]:
+    """What arrives after it has gone is not lost."""
+    async with stage_with_a_on_the_host() as s:
+        yield s.serve(seq("A", 24))
+
+
+@scenario
+async def a_request_that_joins_anothers_load() -> AsyncIterator[Work]:
+    """The other gets its prefix."""
+    async with stage_with_a_on_the_host() as s:
+
+        async def other() -> None:
+            async with s.cache.lease(seq("A", 21)) as lease:
+                assert lease.hits.host == 20
+
+        s.other(other())
+        await turns(3)
+        yield s.cache.load_back(RadixKey(seq("A", 24)))
+
+
+@scenario
+async def a_request_that_gives_up_waiting_for_its_load() -> AsyncIterator[Work]:
+    """Its pages are with the copier, so it queues for others."""
+    async with stage_with_a_on_the_host() as s:
+        yield s.serve(seq("A", 24), load_timeout=0)
+
+
+@scenario
+async def a_model_that_waits_for_layers_of_its_prefix() -> AsyncIterator[Work]:
+    """The lease is used while its prefix is on the way."""
+    async with stage_with_a_on_the_host() as s:
+
+        async def request() -> None:
+            async with s.cache.lease(seq("A", 24), layerwise=True) as lease:
+                for layer in range(2):
+                    await lease.wait_layer(layer)
+                await s.compute(lease)
+
+        yield request()
+
+
+@scenario
+async def a_prefix_loaded_by_hand() -> AsyncIterator[Work]:
+    """As engines do that own their requests."""
+    async with stage_with_a_on_the_host() as s:
+        yield s.cache.load_back(RadixKey(seq("A", 24)))
+
+
+@scenario
+async def room_made_by_hand_when_it_must_be_copied_first() -> AsyncIterator[Work]:
+    """Whoever wanted it may go; what is being copied stays cached."""
+    host = {**HOST, "write_policy": "write_back"}
+    async with stage(pages=8, slow_copies=True, host=host) as s:
+        await s.serve(seq("A", 24))
+        yield s.cache.evict(EvictParams(num_tokens=8 * P))
+        await s.cache.drain()
+        assert await s.serve(seq("A", 24)) == 20
+
+
+@scenario
+async def a_lease_that_waits_for_pages_to_be_written() -> AsyncIterator[Work]:
+    """They were published ahead of a device that computes on."""
+    async with stage(host=HOST) as s:
+        written = asyncio.Event()
+        async with s.cache.lease(seq("A", 9)) as first:
+            chunk = await chunk_of(first)
+            await first.run(s.model, chunk)
+            first.commit(chunk, ready=written)
+
+        async def second() -> None:
+            async with s.cache.lease(seq("A", 9)) as lease:
+                await lease.ready()
+
+        in_turns(10, written.set)
+        yield second()
+        await written.wait()
+
+
+@scenario
+async def a_cache_closed_while_it_makes_its_host_memory_ready() -> AsyncIterator[Work]:
+    """A piece that is being touched is touched to its end."""
+    opened: list[UnifiedRadixCache] = []
+    options = executors(slow=False, slow_io=True)
+
+    async def program() -> None:
+        async with UnifiedRadixCache.open(settings(host=HOST), **options) as cache:
+            opened.append(cache)
+            while not options["io_executor"].running:
+                await asyncio.sleep(0)
+            await cache.aclose(0)
+
+    yield program()
+    for cache in opened:
+        await cache.aclose(0)
+        await assert_nothing_left(cache)
+
+
+class SlowRanks:
+    """Another rank that takes its time."""
+
+    is_alone = False
+
+    async def agree(self, _: str, boundaries: Collection[int]) -> Collection[int]:
+        await turns(3)
+        return boundaries
+
+
+@scenario
+async def a_request_of_several_ranks() -> AsyncIterator[Work]:
+    """It holds nothing while they agree."""
+    async with stage(ranks=SlowRanks()) as s:
+        yield s.serve(seq("A", 9))
 
 
 # --- all of them ----------------------------------------------------------------------------------

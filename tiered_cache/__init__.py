@@ -2,6 +2,7 @@
 
 from tiered_cache.cache import UnifiedRadixCache
 from tiered_cache.config import Config, load_config
+from tiered_cache.engine import CacheRequest
 from tiered_cache.errors import (
     AdmissionTimeout,
     BackendError,
@@ -21,6 +22,7 @@ from tiered_cache.observe import Event, EventKind, Observer
 from tiered_cache.stats import CacheStats
 from tiered_cache.types import (
     Boundary,
+    EvictParams,
     EvictResult,
     Hits,
     InsertParams,
@@ -36,6 +38,7 @@ __all__ = [
     "AdmissionTimeout",
     "BackendError",
     "Boundary",
+    "CacheRequest",
     "CacheStats",
     "CapacityError",
     "Chunk",
@@ -44,6 +47,7 @@ __all__ = [
     "ConfigError",
     "Event",
     "EventKind",
+    "EvictParams",
     "EvictResult",
     "Hits",
     "InsertParams",

@@ -95,13 +95,18 @@ class HostPages(TierPages):
         if short > 0:
             need = [0] * len(self.allocators)
             need[index] = short
-            evicted = self._tree.evict_host(need)
-            self.give_back(evicted.host)
-            self._counters.pages_evicted_host += sum(map(len, evicted.host))
-            self._counters.tokens_dropped += evicted.dropped_tokens
+            self.evict(need)
         ids = allocator.allocate(min(num_pages, allocator.num_free))
         assert ids is not None, "no more than are free"
         return ids
+
+    def evict(self, need: Sequence[int]) -> EvictResult:
+        """Give up so many pages of each component, or what can go."""
+        evicted = self._tree.evict_host(need)
+        self.give_back(evicted.host)
+        self._counters.pages_evicted_host += sum(map(len, evicted.host))
+        self._counters.tokens_dropped += evicted.dropped_tokens
+        return evicted
 
 
 class PageAccounts(TierPages):

@@ -24,6 +24,7 @@ from tiered_cache.pools.memory import available_bytes
 from tiered_cache.pools.spec import page_bytes, row_layout
 from tiered_cache.strategies.registry import select_strategy
 from tiered_cache.transfer.cpu import CpuCopier
+from tiered_cache.transfer.cuda import CudaCopier
 from tiered_cache.tree.components.full import FullComponent
 from tiered_cache.tree.radix import RadixTree
 from tiered_cache.types import Tier
@@ -157,12 +158,20 @@ def _make_host_tier(
             for part in sizing.stack.components
         )
         allocators = [RunAllocator(arena.num_pages, check=config.check) for arena in arenas]
+    copier = (CudaCopier if is_cuda else CpuCopier)(pools, arenas)
+
+    def close() -> None:
+        copier.close()  # its views keep the memory
+        for arena in arenas:
+            arena.close()
+
     tier = HostTier(
         allocators=allocators,
-        copier=CpuCopier(pools, arenas),
+        copier=copier,
         write_policy=config.host.write_policy,
         load_back_threshold=config.host.load_back_threshold,
         touch=[chunk.touch for arena in arenas for chunk in arena.chunks()],
+        close=close,
     )
     return tier, arenas
 

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from tiered_cache.build import build
 from tiered_cache.config import Config
 from tiered_cache.controller import Executors, HybridCacheController
+from tiered_cache.engine import Engine
 from tiered_cache.errors import ClosedError
 from tiered_cache.jobs import DaemonExecutor, run_to_end, submit
 from tiered_cache.keys import RadixKey, check_token
 from tiered_cache.lease import Lease, LeaseContext, find_chunks
 from tiered_cache.ranks import SingleRank
-from tiered_cache.types import MatchPrefixParams, seconds, whole_number
+from tiered_cache.types import MatchPrefixParams, Tier, seconds, whole_number
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -27,13 +28,24 @@ if TYPE_CHECKING:
     import torch
 
     from tiered_cache.build import Parts
+    from tiered_cache.engine import CacheRequest
     from tiered_cache.observe import Observer
     from tiered_cache.pools.device import DevicePools
     from tiered_cache.pools.host import HostArena
     from tiered_cache.ranks import Ranks
-    from tiered_cache.stats import CacheStats
+    from tiered_cache.stats import CacheStats, PoolStats
+    from tiered_cache.tree.locks import Receipt
     from tiered_cache.tree.radix import RadixTree
-    from tiered_cache.types import Outstanding
+    from tiered_cache.types import (
+        Boundary,
+        EvictParams,
+        EvictResult,
+        InsertParams,
+        InsertResult,
+        MatchResult,
+        Outstanding,
+        PageIds,
+    )
 
 T = TypeVar("T")
 
@@ -45,12 +57,14 @@ class UnifiedRadixCache:
     def __init__(self, parts: Parts, controller: HybridCacheController) -> None:
         self._parts = parts
         self._controller = controller
+        self._engine = Engine(controller)
 
     @staticmethod
     def open(
         config: Config,
         *,
         device_pools: Mapping[str, Sequence[torch.Tensor]] | None = None,
+        stream: torch.cuda.Stream | None = None,
         observers: Sequence[Observer] = (),
         run_executor: concurrent.futures.Executor | None = None,
         copy_executor: concurrent.futures.Executor | None = None,
@@ -64,6 +78,8 @@ class UnifiedRadixCache:
             config: from `load_config`.
             device_pools: your own device tensors: pool name to one tensor per layer; they define
                 the page count.
+            stream: the CUDA stream that your models compute on, when they go on after `run` has
+                returned: each `commit` then waits for what is on it, unless it says `ready`.
             observers: told of every change, synchronously (see `tiered_cache.observe`).
             run_executor, copy_executor, io_executor: where `run` computes, where pages are copied,
                 and where the rest is done that takes long; yours to shut down. Default: own daemon
@@ -78,7 +94,7 @@ class UnifiedRadixCache:
                 f"open takes a Config, not {type(config).__name__}: open(load_config(…))"
             )
         executors = (run_executor, copy_executor, io_executor)
-        return Opening(config, device_pools, observers, executors, ranks or SingleRank())
+        return Opening(config, device_pools, stream, observers, executors, ranks or SingleRank())
 
     # --- for a serving loop -----------------------------------------------------------------------
 
@@ -218,6 +234,118 @@ class UnifiedRadixCache:
                 lines.append("the namespace has no pages at all")
         return "\n".join(lines)
 
+    # --- for an engine that owns its requests -----------------------------------------------------
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        """The longest reusable prefix per tier (see `MatchResult`). Holds nothing: lock a boundary
+        of the result before anything else happens."""
+        return self._engine.match_prefix(params)
+
+    def insert(self, params: InsertParams) -> InsertResult:
+        """Publish pages that came from `allocate`. What the tree adopts is not yours any more; the
+        result's duplicates are, to be given back with `free` after the last run that uses them.
+
+        Raises:
+            ValueError, TypeError, StaleError: arguments that do not fit; nothing was adopted.
+        """
+        return self._engine.insert(params)
+
+    def allocate(self, num_pages: int) -> list[PageIds]:
+        """Pages, per component in dense order (int32), for what is to be computed.
+
+        Raises:
+            CapacityError: more than is neither held nor promised to leases; nothing is taken.
+        """
+        return self._engine.allocate(num_pages)
+
+    def free(self, pages: Sequence[PageIds]) -> None:
+        """Pages from `allocate`, per component, that were not published go home.
+
+        Raises:
+            ValueError: pages that are not lent to you, or twice the same; nothing changes.
+        """
+        self._engine.free(pages)
+
+    def inc_lock_ref(self, boundary: Boundary) -> Receipt:
+        """Hold a prefix on the device: it is not evicted before `dec_lock_ref(receipt)`.
+
+        Raises:
+            StaleError: the boundary is gone. CapacityError: it would hold what is promised.
+        """
+        return self._engine.inc_lock_ref(boundary)
+
+    def dec_lock_ref(self, receipt: Receipt) -> None:
+        """Let go of a prefix, once per receipt.
+
+        Raises:
+            LockError, StaleError: not a receipt that is out; nothing changes.
+        """
+        self._engine.dec_lock_ref(receipt)
+
+    def inc_host_lock_ref(self, boundary: Boundary, start: int = 0) -> Receipt:
+        """Hold the host's copy of the tokens `[start, boundary)`; errors as `inc_lock_ref`."""
+        return self._engine.inc_host_lock_ref(boundary, start)
+
+    def dec_host_lock_ref(self, receipt: Receipt) -> None:
+        """Let go of it; errors as `dec_lock_ref`."""
+        self._engine.dec_host_lock_ref(receipt)
+
+    def begin_req(self, tokens: Any, **options: Any) -> CacheRequest:
+        """A request that holds the longest prefix of its tokens that is on the device.
+
+        `options`: `extra_key`, `cache_salt`, `priority`. End it with `cache_finished_req`.
+        """
+        priority = whole_number("priority", options.pop("priority", 0))
+        return self._engine.begin(RadixKey(tokens, **options), priority=priority)
+
+    def cache_unfinished_req(self, request: CacheRequest) -> None:
+        """Publish the whole pages of what is computed, and hold them: the next chunk goes on from
+        there, and so may others."""
+        self._engine.cache_unfinished_req(request)
+
+    def cache_finished_req(self, request: CacheRequest, is_insert: bool = True) -> None:
+        """The request has ended: publish what is computed (unless `is_insert` is False), free its
+        other pages and let go of its prefix."""
+        self._engine.cache_finished_req(request, is_insert)
+
+    async def evict(self, params: EvictParams) -> EvictResult:
+        """Have so much of the device free besides what is promised, as far as that can be. What
+        the host lacks is copied there first, if the write policy has it so.
+
+        Returns what was given up, for counting: its pages have gone home already.
+        """
+        return await self._engine.evict(params)
+
+    async def evict_host(self, params: EvictParams) -> EvictResult:
+        """Give up so much of the host, mirrors first; the same in return."""
+        return await self._engine.evict_host(params)
+
+    async def load_back(self, key: RadixKey, limit: int | None = None) -> int:
+        """Bring what the host has of `key[:limit]` to the device, as far as there is room.
+
+        Returns how many of its tokens are on the device then; they are not held.
+        """
+        return await self._engine.load_back(key, limit)
+
+    def evictable_size(self, component: str = "full", tier: Tier = Tier.DEVICE) -> int:
+        """Pages of a component on a tier that the tree has and nobody holds."""
+        return self._pool(component, tier).evictable
+
+    def protected_size(self, component: str = "full", tier: Tier = Tier.DEVICE) -> int:
+        """Pages of a component on a tier that locks keep."""
+        return self._pool(component, tier).protected
+
+    def available_size(self, component: str = "full", tier: Tier = Tier.DEVICE) -> int:
+        """Pages of a component on a tier that are free."""
+        return self._pool(component, tier).free
+
+    def _pool(self, component: str, tier: Tier) -> PoolStats:
+        stats = self.stats()
+        pools = stats.pools if tier is Tier.DEVICE else stats.host
+        if component not in pools:
+            raise KeyError(f"no component {component!r} on the {tier.value}")
+        return pools[component]
+
     # --- for an operator --------------------------------------------------------------------------
 
     def stats(self) -> CacheStats:
@@ -307,18 +435,28 @@ class Opening:
     """What `open` returns: awaitable, and an asynchronous context manager that closes what it
     opened."""
 
-    __slots__ = ("_cache", "_config", "_device_pools", "_executors", "_observers", "_ranks")
+    __slots__ = (
+        "_cache",
+        "_config",
+        "_device_pools",
+        "_executors",
+        "_observers",
+        "_ranks",
+        "_stream",
+    )
 
     def __init__(
         self,
         config: Config,
         device_pools: Mapping[str, Sequence[torch.Tensor]] | None,
+        stream: torch.cuda.Stream | None,
         observers: Sequence[Observer],
         executors: Sequence[concurrent.futures.Executor | None],
         ranks: Ranks,
     ) -> None:
         self._config = config
         self._device_pools = device_pools
+        self._stream = stream
         self._observers = observers
         self._executors = executors
         self._ranks = ranks
@@ -343,6 +481,7 @@ class Opening:
                 enabled=self._config.mode == "on",
                 observers=parts.tree.observers,
                 ranks=self._ranks,
+                stream=self._stream,
             )
             await controller.start()
         except BaseException:
@@ -353,7 +492,9 @@ class Opening:
 
     def _make_executors(self) -> Executors:
         """The user's, and daemon threads where they brought none."""
-        threads = {"run": self._config.run_threads, "copy": 1, "io": 1}
+        # On a GPU the bytes of one copy cross while the kernels of another run.
+        copies = 2 if self._config.device.type.startswith("cuda") else 1
+        threads = {"run": self._config.run_threads, "copy": copies, "io": 1}
         run, copy, io = [
             given or DaemonExecutor(name, count)
             for given, (name, count) in zip(self._executors, threads.items(), strict=True)

@@ -31,9 +31,10 @@ from tiered_cache.errors import (
     StaleError,
     WrongThreadError,
 )
-from tiered_cache.fences import Fences
+from tiered_cache.fences import Fences, as_awaitable, is_device_event
 from tiered_cache.jobs import Supervisor, run_to_end, submit
 from tiered_cache.layers import LayerWaits
+from tiered_cache.lent import LentPages
 from tiered_cache.observe import Event, EventKind, Observers
 from tiered_cache.stats import CacheStats, Counters, PoolStats
 from tiered_cache.transfer.mover import Mover
@@ -43,7 +44,9 @@ from tiered_cache.write_policies import NoWrites, Storing, WriteBack, WritePolic
 
 if TYPE_CHECKING:
     import concurrent.futures
-    from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Sequence
+
+    import torch
 
     from tiered_cache.accounts import TierPages
     from tiered_cache.fences import Fence
@@ -53,7 +56,7 @@ if TYPE_CHECKING:
     from tiered_cache.transfer.copier import Copier
     from tiered_cache.transfers import Transfer
     from tiered_cache.tree.radix import RadixTree
-    from tiered_cache.types import PageIds
+    from tiered_cache.types import Boundary, PageIds
 
 T = TypeVar("T")
 
@@ -96,14 +99,16 @@ class HostTier:
 
     `write_policy`: "write_through", "write_through_selective" or "write_back" (semantics §9.5).
     `load_back_threshold`: tokens; a shorter hit is computed again. `touch`: makes its memory ready,
-    a piece per call, ahead of need; in a thread.
+    a piece per call, ahead of need; in a thread. `close`: lets go of the copier and the memory,
+    when nobody copies any more.
     """
 
     allocators: Sequence[PageAllocator]
     copier: Copier
     write_policy: str
     load_back_threshold: int
-    touch: Sequence[Callable[[], None]] = ()
+    touch: Sequence[Callable[[], None]]
+    close: Callable[[], None]
 
 
 class HybridCacheController:
@@ -115,6 +120,7 @@ class HybridCacheController:
         host: the second tier, if there is one.
         enabled: False for comparing with and without: nothing matches and nothing is kept.
         ranks: whom to agree with.
+        stream: on which the models compute, if they go on after a run has returned.
     """
 
     def __init__(
@@ -127,6 +133,7 @@ class HybridCacheController:
         enabled: bool,
         observers: Observers,
         ranks: Ranks,
+        stream: torch.cuda.Stream | None = None,
     ) -> None:
         self.tree = tree
         self.page_size = tree.page_size
@@ -138,15 +145,17 @@ class HybridCacheController:
         if host is not None:
             self.host_pages = HostPages(tree, host.allocators, self.counters)
         self.accounts = PageAccounts(tree, allocators, self.counters, self.host_pages)
+        self.lent = LentPages(self.accounts, tree.page_size)
         self.admission = AdmissionQueue(self.counters)
         self.claims = Claims(tree.page_size)
-        self.fences = Fences(self._calmed)
+        self.fences = Fences(self.calmed)
         self.transfers: Transfers | None = None
         self.write_policy: WritePolicy = NoWrites()
         self.load_back_threshold = 0
         if host is not None and enabled:
             self._add_host_tier(host, executors.copy)
         self.ranks = ranks
+        self.stream = stream
         self.observers = observers
         self._host = host
         self._executors = executors
@@ -158,8 +167,9 @@ class HybridCacheController:
         self._ending: dict[int, Lease] = {}
         self._dropped: deque[Lease] = deque()
         self._quiet = asyncio.Event()
+        self._watchers: list[asyncio.Future[None]] = []
         self._given_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._supervisor = Supervisor(self._calmed)
+        self._supervisor = Supervisor(self.calmed)
         self.loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._process = os.getpid()
@@ -169,7 +179,7 @@ class HybridCacheController:
         self.load_back_threshold = host.load_back_threshold
         self._mover = Mover(host.copier, executor)
         self.transfers = Transfers(
-            self.tree, self.accounts, self.host_pages, self._mover, self.counters, self._calmed
+            self.tree, self.accounts, self.host_pages, self._mover, self.counters, self.calmed
         )
         parts = Storing(
             self.tree,
@@ -201,7 +211,7 @@ class HybridCacheController:
         for piece in pieces:
             if self.closed:
                 return
-            await run_to_end(submit(self._executors.io, piece), self._given_up)
+            await run_to_end(submit(self._executors.io, piece))
 
     def now(self) -> float:
         """Seconds on the loop's clock."""
@@ -264,8 +274,13 @@ class HybridCacheController:
                 raise self._capacity_error(message, index, num_pages)
 
     def check_spare(self, num_pages: int) -> None:
-        """Raise `CapacityError` unless so many pages more than what is promised can be taken."""
-        for index in range(len(self.accounts.allocators)):
+        """Raise `CapacityError` unless so many pages of every component can be taken, or held,
+        beyond what is promised."""
+        self.check_spare_of([num_pages] * len(self.accounts.allocators))
+
+    def check_spare_of(self, pages: Sequence[int]) -> None:
+        """`check_spare`, with a number per component."""
+        for index, num_pages in enumerate(pages):
             if num_pages > self.accounts.spare(index):
                 holders = tuple(repr(lease) for lease in self.all_leases())
                 raise self._capacity_error("no room beyond the reserve", index, num_pages, holders)
@@ -342,7 +357,7 @@ class HybridCacheController:
         if self.transfers is not None:
             self.transfers.release_retired()
         run.ended.set()
-        self._calmed()
+        self.calmed()
 
     def _end_later(self, run: Run, chunks: Sequence[Chunk]) -> None:
         """In the run's thread, which has outlived the cache."""
@@ -401,6 +416,11 @@ class HybridCacheController:
         self._tell(EventKind.GRANTED, lease, lease.prefix_len)
         return self.epoch
 
+    def used(self, boundary: Boundary) -> None:
+        """A prefix was published, or granted: it may be worth a copy."""
+        if self.transfers is not None:
+            self.write_policy.note_used(boundary)
+
     def rematched(self, lease: Lease, num_tokens: int) -> None:
         """A lease goes on from what others have published."""
         self.counters.rematches += 1
@@ -436,7 +456,7 @@ class HybridCacheController:
     def ended(self, lease: Lease) -> None:
         """The last run of a closed lease has ended."""
         self._ending.pop(lease.id, None)
-        self._calmed()
+        self.calmed()
 
     def dropped(self, lease: Lease) -> None:
         """A lease went without being closed (called from its finaliser, in any thread)."""
@@ -450,7 +470,7 @@ class HybridCacheController:
         while self._dropped:
             self._dropped.popleft().close()
             self.counters.leases_dropped_unclosed += 1
-        self._calmed()
+        self.calmed()
 
     def _tell(self, kind: EventKind, lease: Lease, tokens: int) -> None:
         if self.observers.listening:
@@ -476,23 +496,25 @@ class HybridCacheController:
         short = self.accounts.short(num_pages)
         return short > 0 and self.write_policy.makes_room(short)
 
-    def leave_loads(self, loads: Iterable[Transfer], lease: Lease) -> None:
-        """A lease does not wait for these any more."""
-        if self.transfers is not None:
-            self.transfers.leave(loads, lease)
-
     def layer_waits(self, loads: Sequence[Transfer]) -> LayerWaits:
         """What a lease's model waits for, layer by layer."""
         progress = [load.progress for load in loads if load.progress is not None]
         return LayerWaits(progress, self._thread)
 
-    def raise_fence(
-        self, ids: PageIds, ready: Awaitable[object], on_lift: Callable[[], None]
-    ) -> Fence:
-        """Pages are published that a device has not written yet."""
+    def raise_fence(self, ids: PageIds, ready: Any, on_lift: Callable[[], None]) -> Fence:
+        """Pages are published that a device has not written yet.
+
+        Raises:
+            TypeError: `ready` is nothing to wait for.
+        """
+        work = self._wait_for_device(ready) if is_device_event(ready) else as_awaitable(ready)
         fence = self.fences.raise_over(ids, on_lift)
-        self.spawn(self._lift_when(fence, ready), "fence")
+        self.spawn(self._lift_when(fence, work), "fence")
         return fence
+
+    async def _wait_for_device(self, event: Any) -> None:
+        """A CUDA event blocks its thread, so it is not the loop's, nor that of the copies."""
+        await run_to_end(submit(self._executors.io, event.synchronize), self._given_up)
 
     async def _lift_when(self, fence: Fence, ready: Awaitable[object]) -> None:
         try:
@@ -519,7 +541,7 @@ class HybridCacheController:
             return True
         return bool(self.transfers) or self.write_policy.is_busy
 
-    def _calmed(self) -> None:
+    def calmed(self) -> None:
         """Something in flight has ended: let `drain` and the admission queue look again."""
         self.write_policy.look_again()
         self._look_again()
@@ -528,6 +550,17 @@ class HybridCacheController:
         if not self.busy:
             self._quiet.set()
         self.admission.look_again()
+        if self._watchers:
+            for watcher in self._watchers:
+                if not watcher.done():
+                    watcher.set_result(None)
+            self._watchers.clear()
+
+    async def changed(self) -> None:
+        """Until something in flight has ended, or pages have become spare."""
+        watcher = self.loop.create_future()
+        self._watchers.append(watcher)
+        await watcher
 
     def reset(self) -> None:
         """Drop all content, whatever is in flight (semantics §12.1).
@@ -535,6 +568,7 @@ class HybridCacheController:
         Pages of leases stay quarantined until the lease has ended; all others are free at once.
         """
         held = [lease.held_pages() for lease in self._current_leases()]
+        held.append(self.lent.held())
         held_host: list[list[PageIds]] = []
         if self.transfers is not None:
             held += self.transfers.held(Tier.DEVICE)
@@ -543,6 +577,7 @@ class HybridCacheController:
         self.epoch = self.tree.epoch
         self.counters.resets += 1
         self.accounts.reset(held)
+        self.lent.reset()
         if self.host_pages is not None:
             self.host_pages.reset(held_host)
         if self.transfers is not None:
@@ -602,7 +637,7 @@ class HybridCacheController:
                 executor.shutdown(wait=False)
         await self._supervisor.aclose()
         if self._host is not None and not self.transfers:
-            self._host.copier.close()
+            self._host.close()
         return self.outstanding()
 
     # --- looking ----------------------------------------------------------------------------------
@@ -636,7 +671,7 @@ class HybridCacheController:
             pool = self._pool_stats(self.accounts, Tier.DEVICE, index)
             pools[str(component.id)] = replace(
                 pool,
-                private=sum(private.values()) - ending,
+                private=sum(private.values()) - ending + len(self.lent.pages(index)),
                 quarantined=pool.quarantined + ending,
                 unspent=self.accounts.promised[index],
             )
@@ -668,6 +703,7 @@ class HybridCacheController:
             if pool.free + pool.evictable < pool.unspent:
                 faults.append(f"{name}: more is promised than there is: {pool}")
             private = [lease.private_pages()[index] for lease in leases]
+            private.append(self.lent.pages(index))
             faults += self._wrong_owners(self.accounts, Tier.DEVICE, index, private)
             if self.host_pages is not None:
                 faults += self._wrong_owners(self.host_pages, Tier.HOST, index, [])

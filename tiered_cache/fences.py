@@ -70,6 +70,11 @@ class Fences:
         return len(self._standing)
 
 
+def is_device_event(ready: Any) -> bool:
+    """Whether it blocks a thread until a device has come there (`torch.cuda.Event`)."""
+    return not inspect.isawaitable(ready) and callable(getattr(ready, "synchronize", None))
+
+
 def as_awaitable(ready: Any) -> Awaitable[object]:
     """What a caller gave as `ready`, as something to await on the loop.
 

@@ -11,7 +11,7 @@ Ownership by position (semantics §11.1), in tokens:
       the tree's,     a load's,    private,      private,
       held by a lock  coming       written       not written yet
 
-`loaded` is beyond `committed` only while a layer-wise load is under way.
+There is something between `committed` and `loaded` only while a layer-wise load is under way.
 """
 
 from __future__ import annotations
@@ -19,27 +19,29 @@ from __future__ import annotations
 import asyncio
 import warnings
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from tiered_cache.errors import ClosedError, StaleError
-from tiered_cache.fences import as_awaitable
 from tiered_cache.keys import check_token
 from tiered_cache.layers import NO_LOADS
 from tiered_cache.page_table import PageTable
+from tiered_cache.prefix_load import PrefixLoad
+from tiered_cache.publish import publish
 from tiered_cache.tree.node import BASE
-from tiered_cache.types import Boundary, Hits, InsertParams, MatchPrefixParams, Tier, whole_number
+from tiered_cache.types import Boundary, Hits, MatchPrefixParams, whole_number
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from types import TracebackType
 
     from tiered_cache.controller import HybridCacheController
     from tiered_cache.fences import Fence
     from tiered_cache.keys import RadixKey
+    from tiered_cache.layers import LayerWaits
     from tiered_cache.transfers import Transfer
     from tiered_cache.tree.locks import Receipt
     from tiered_cache.types import PageIds
@@ -95,6 +97,9 @@ class Lease:
         prefix_len: tokens at the front that were reused instead of computed. They are on the
             device, and held.
         key: the tokens (prompt and appended ones) in their namespace.
+        layers: with `layerwise`, what the model waits for before it reads a layer of the prefix.
+        committed: tokens that are published, and so read-only.
+        table, receipt, prompt_len, priority: see `publish`; not for users.
     """
 
     __slots__ = (
@@ -102,36 +107,32 @@ class Lease:
         "_admitted_len",
         "_admitted_pages",
         "_closed",
-        "_committed",
         "_computed",
         "_controller",
         "_cuts",
         "_deferred",
         "_fences",
         "_full_hit_length",
-        "_has_fallen",
         "_layerwise",
-        "_loaded",
-        "_loading",
-        "_loads",
+        "_load",
         "_num_runs",
         "_page_size",
-        "_priority",
-        "_prompt_len",
-        "_receipt",
         "_retired",
         "_reused",
         "_reused_host",
         "_running",
         "_seen",
-        "_shortened",
-        "_table",
+        "committed",
         "epoch",
         "granted_at",
         "id",
         "key",
         "layers",
         "prefix_len",
+        "priority",
+        "prompt_len",
+        "receipt",
+        "table",
     )
 
     def __init__(
@@ -153,12 +154,12 @@ class Lease:
         self._layerwise = layerwise
         self._controller = controller
         self._page_size = controller.page_size
-        self._priority = priority
-        self._prompt_len = key.num_tokens
-        self._admitted_len = self._prompt_len + reserve
+        self.priority = priority
+        self.prompt_len = key.num_tokens
+        self._admitted_len = self.prompt_len + reserve
         self._admitted_pages = -(-self._admitted_len // self._page_size)
-        self._receipt: Receipt | None = None
-        self._committed = 0
+        self.receipt: Receipt | None = None
+        self.committed = 0
         self._computed = 0
         self._running: list[Chunk] = []  # in runs that are active or queued
         self._num_runs = 0
@@ -168,15 +169,11 @@ class Lease:
         self._reused_host = 0  # what of it a load brought
         self._full_hit_length = 0
         self._seen = -1  # the tree's growth when it was last matched
-        self._loading = 0  # pages out of its promise that a load has taken
-        self._loads: tuple[Transfer, ...] = ()  # that it is granted before the end of
-        self._loaded = 0
-        self._has_fallen = False  # a load failed under a run: fall back at the run's end
-        self._shortened = ""  # why what the host has is not all here
+        self._load: PrefixLoad | None = None  # what it gets from the host
         self._fences: list[Fence] = []
         self._retired: list[tuple[PageIds, ...]] = []  # go home when the fences are lifted
         # Without entries until admission has looked: a reserve that can never fit costs no memory.
-        self._table = PageTable(len(controller.tree.components), self._page_size)
+        self.table = PageTable(len(controller.tree.components), self._page_size)
 
     # --- grant ------------------------------------------------------------------------------------
 
@@ -192,8 +189,8 @@ class Lease:
         controller.check()
         if self._admitted_pages > controller.accounts.smallest:
             controller.check_fits(self._admitted_pages, self._admitted_len)
-        self._table.make_room(self._admitted_pages)
-        limit = self._prompt_len - 1 if controller.enabled else 0  # at least one token is computed
+        self.table.make_room(self._admitted_pages)
+        limit = self.prompt_len - 1 if controller.enabled else 0  # at least one token is computed
         if not controller.ranks.is_alone:
             limit = await controller.agree("grant", limit, self._reach(limit))
         attempt = partial(self._try_grant, limit)
@@ -202,8 +199,9 @@ class Lease:
                 await controller.admission.admit(attempt, timeout, controller.check)
             if controller.transfers is None or self._full_hit_length <= self._computed:
                 return
+            self._load = PrefixLoad(self, controller)
             try:
-                await self._load_prefix(limit, load_timeout)
+                await self._load.bring(limit, load_timeout, layerwise=self._layerwise)
             except BaseException:
                 self.close()
                 raise
@@ -227,7 +225,7 @@ class Lease:
         held = tree.try_hold(boundary, controller.accounts.room_beside(need))
         if held is None:
             return False
-        self._receipt, pages = held
+        self.receipt, pages = held
         self._closed = False
         self.granted_at = controller.now()
         if boundary.depth:
@@ -241,171 +239,74 @@ class Lease:
     def _adopt_prefix(self, depth: int, pages: Sequence[PageIds]) -> None:
         """Point the table at the tree's pages up to `depth`, which is locked; `pages` are those of
         `[committed, depth)`."""
-        self._table.write(self._committed // self._page_size, pages)
+        self.table.write(self.committed // self._page_size, pages)
         if depth > self._computed:
             self._reused += depth - self._computed
             self._computed = depth
-        self._committed = depth
-
-    # --- load -------------------------------------------------------------------------------------
-
-    async def _load_prefix(self, limit: int, timeout: float | None) -> None:
-        """Bring what the host has beyond the prefix; be content with less when it does not come.
-
-        Pages for it come out of the lease's own promise, so it needs nobody's leave.
-        """
-        controller = self._controller
-        loads: dict[Transfer, None] = {}
-        try:
-            async with asyncio.timeout(timeout):
-                # A load of somebody else's may fail above this lease's own: then plan once more,
-                # and what has arrived below is kept.
-                for _ in range(2):
-                    wanted = self._cover(limit)
-                    loads.update(dict.fromkeys(wanted))
-                    if self._layerwise:
-                        self._use_before_end(wanted, limit)
-                        return
-                    failed = await _first_failure(wanted)
-                    if failed is None or failed.funder is self:
-                        break
-        except TimeoutError:
-            controller.counters.load_timeouts += 1
-            self._shortened = f"the load did not end within {timeout} s"
-        finally:
-            if not self._loads:
-                controller.leave_loads(loads, self)
-        if self._loading and self.epoch == controller.epoch:
-            await self._promise_again(loads)
-
-    def _cover(self, limit: int) -> list[Transfer]:
-        """Join the loads that bring a part of what is missing, start one for each other part."""
-        controller, tree, receipt = self._controller, self._controller.tree, self._receipt
-        if self.epoch != controller.epoch:
-            return []
-        assert receipt is not None, "granted leases hold a receipt"
-        assert controller.transfers is not None, "there is a host tier"
-        boundary = tree.match_deeper(receipt, self.key, limit, device_only=False)
-        if boundary is None or boundary.depth - self._computed < controller.load_back_threshold:
-            return []
-        loads = []
-        for piece in tree.plan_transfer(boundary, BASE, Tier.DEVICE, receipt.depth):
-            if piece.ids is None:
-                load = cast("Transfer", piece.pending)
-                controller.transfers.join(load, self)
-            else:
-                pages = len(piece.ids)
-                ids = controller.accounts.take_of(BASE, pages)
-                controller.accounts.promise(-pages)
-                self._loading += pages
-                end = Boundary(boundary.node, piece.stop)
-                load = controller.transfers.load(
-                    end, piece.start, BASE, ids, piece.ids, self, by_layer=self._layerwise
-                )
-            loads.append(load)
-        return loads
-
-    def on_load_ended(self, load: Transfer) -> None:
-        """In a load's commit beat, while it still holds its path: go on from what it brought."""
-        controller, tree, receipt = self._controller, self._controller.tree, self._receipt
-        unspent = self.unspent
-        if load.funder is self and load not in self._loads:  # else the table has counted its pages
-            self._loading -= load.num_pages
-        if self._closed or self.epoch != controller.epoch:
-            return
-        assert receipt is not None, "granted leases hold a receipt"
-        if load.error is not None:
-            self._shortened = f"a load from the host failed: {load.error}"
-        if self in load.waiters:
-            limit = self._loaded if self._loads else len(self) - 1
-            boundary = tree.match_deeper(receipt, self.key, limit)
-            if boundary is not None:
-                brought = load.start + load.num_committed * self._page_size
-                from_host = max(0, min(boundary.depth, brought) - max(self._committed, load.start))
-                gained = boundary.depth - self._computed
-                self._take_over(boundary, from_host=from_host)
-                if gained > 0:
-                    controller.loaded(self, gained, from_host=min(gained, from_host))
-        if self._loads:
-            self._layerwise_load_ended(load)
-        controller.accounts.promise(self.unspent - unspent)
-
-    def _promise_again(self, loads: Iterable[Transfer]) -> Awaitable[None]:
-        """Its pages are with a copier that has not ended: it needs others for the same tokens."""
-        for load in loads:
-            if load.funder is self:
-                load.funder = None
-
-        def attempt() -> bool:
-            accounts, pages = self._controller.accounts, self._loading
-            if self.epoch != self._controller.epoch:
-                return True
-            if min(accounts.room_beside(pages)) < 0:
-                return False
-            self._loading = 0
-            accounts.promise(pages)
-            return True
-
-        return self._controller.admission.admit_first(attempt, self._controller.check)
+        self.committed = depth
 
     def _start_over(self) -> None:
         """A reset came while it waited for a load: it holds nothing that is still there."""
         self.close()
-        self.prefix_len = 0
-        self._committed = self._computed = self._loading = 0
+        self.prefix_len = self.committed = self._computed = 0
         self._reused = self._reused_host = 0
-        self._table.cut(0)
+        self._load = None
+        self.table.cut(0)
 
-    # --- layer by layer ---------------------------------------------------------------------------
+    # --- load (for `PrefixLoad`) ------------------------------------------------------------------
 
-    def _use_before_end(self, loads: Sequence[Transfer], limit: int) -> None:
-        """Be granted now: the table names the pages that are coming (semantics §9.9)."""
-        if not loads:
+    def go_on_from(self, load: Transfer, limit: int | None) -> None:
+        """A load has made a longer prefix visible, up to `limit` tokens of which are wanted."""
+        controller, tree, receipt = self._controller, self._controller.tree, self.receipt
+        assert receipt is not None, "granted leases hold a receipt"
+        boundary = tree.match_deeper(receipt, self.key, len(self) - 1 if limit is None else limit)
+        if boundary is None:
             return
-        size = self._page_size
-        for load in loads:
-            start = max(self._loaded, self._committed)
-            stop = min(load.depth, limit // size * size)
-            ids = load.device_ids[(start - load.start) // size : (stop - load.start) // size]
-            if load.funder is self:
-                self._loading -= load.num_pages
-            self._table.write(start // size, [ids])
-            self._loaded = stop
-        self._loads = tuple(loads)
-        self._reused += self._loaded - self._computed
-        self._reused_host += self._loaded - self._computed
-        self._computed = self.prefix_len = self._loaded
-        self.layers = self._controller.layer_waits(loads)
+        brought = load.start + load.num_committed * self._page_size
+        from_host = max(0, min(boundary.depth, brought) - max(self.committed, load.start))
+        gained = boundary.depth - self._computed
+        self._take_over(boundary, from_host=from_host)
+        if gained > 0:
+            controller.loaded(self, gained, from_host=min(gained, from_host))
 
-    def _layerwise_load_ended(self, load: Transfer) -> None:
-        if not load.is_complete:
-            self._controller.leave_loads(self._loads, self)
-            self._loads = ()
-            if self._num_runs:
-                self._has_fallen = True
-            else:
-                self._fall_back()
-        elif all(other.is_complete for other in self._loads):
-            brought = sum(other.num_pages for other in self._loads) * self._page_size
-            self._controller.loaded(self, brought, from_host=brought)
-            self._loads = ()
-            self._loaded = 0
-            if self._deferred and not self._num_runs:
-                self._publish_deferred()
+    def use_load(self, stop: int, layers: LayerWaits) -> None:
+        """The table names pages up to `stop` that are coming: a model waits for each layer."""
+        gained = stop - self._computed
+        self._reused += gained
+        self._reused_host += gained
+        self._computed = self.prefix_len = stop
+        self.layers = layers
 
-    def _fall_back(self) -> None:
+    def load_is_complete(self) -> None:
+        """All that it used before is the tree's now."""
+        self._controller.loaded(self, self._reused_host, from_host=self._reused_host)
+        if self._deferred and not self._num_runs:
+            self._publish_deferred()
+
+    def fall_back(self) -> None:
         """A load that the lease was using has failed: what is committed is what there is."""
-        own = self._loaded // self._page_size
-        keep = self._committed // self._page_size
-        dropped = self._table.cut(keep)
+        load = self._load
+        assert load is not None, "it says so"
+        own, keep = load.end // self._page_size, self.committed // self._page_size
+        dropped = self.table.cut(keep)
         self._give_back([ids[max(0, own - keep) :] for ids in dropped])
-        lost = self._loaded - self._committed
+        lost = max(0, load.end - self.committed)
         self._reused -= lost
         self._reused_host -= lost
-        self._computed = self.prefix_len = self._committed
-        self._cuts.append(self._committed)
-        self._loaded = self._deferred = 0
-        self._has_fallen = False
+        self._computed = self.prefix_len = self.committed
+        self._cuts.append(self.committed)
+        self._deferred = load.end = 0
+        load.has_failed = False
+
+    @property
+    def _is_using_load(self) -> bool:
+        return self._load is not None and self._load.is_under_way
+
+    @property
+    def _own_from(self) -> int:
+        """Where its own pages begin, in pages: behind the tree's and a load's."""
+        end = self._load.end if self._load is not None else 0
+        return max(self.committed, end) // self._page_size
 
     async def wait_layer(self, layer: int) -> None:
         """Until the state of a layer of the prefix is on the device (with `layerwise=True`; at once
@@ -425,7 +326,7 @@ class Lease:
     @property
     def why(self) -> str:
         """Why the prefix ends where it does, for people."""
-        reusable = (self._prompt_len - 1) // self._page_size * self._page_size
+        reusable = (self.prompt_len - 1) // self._page_size * self._page_size
         if not self._controller.enabled:
             return "the cache is off"
         if self.prefix_len == reusable:
@@ -435,8 +336,8 @@ class Lease:
                 else "no whole page before the last token"
             )
         page = f"[{self.prefix_len}, {self.prefix_len + self._page_size})"
-        if self._shortened:
-            return f"page {page} did not come: {self._shortened}"
+        if self._load is not None and self._load.shortened:
+            return f"page {page} did not come: {self._load.shortened}"
         if self._full_hit_length > self.prefix_len:
             return f"page {page} was known, but not on the device"
         return f"page {page} was not cached"
@@ -482,9 +383,9 @@ class Lease:
 
     def _rematch(self) -> None:
         """Go on from what others have published, if that is beyond what this lease has computed."""
-        controller, tree, receipt = self._controller, self._controller.tree, self._receipt
+        controller, tree, receipt = self._controller, self._controller.tree, self.receipt
         assert receipt is not None, "granted leases hold a receipt"
-        if self._num_runs or self._loads or not controller.enabled:
+        if self._num_runs or self._is_using_load or not controller.enabled:
             return
         self._seen = tree.growth
         boundary = tree.match_deeper(receipt, self.key, len(self) - 1)
@@ -497,19 +398,19 @@ class Lease:
 
     def _take_over(self, boundary: Boundary, *, from_host: int = 0) -> None:
         """Hold a deeper device boundary, and use the tree's pages up to it instead of own ones."""
-        tree, receipt = self._controller.tree, self._receipt
+        tree, receipt = self._controller.tree, self.receipt
         assert receipt is not None, "granted leases hold a receipt"
         size, held = self._page_size, receipt.depth
         tree.advance(receipt, boundary)
         tree.count_hits(receipt, above=held)
         superfluous = []
-        if not self._loads:
-            own = slice(held // size, min(boundary.depth // size, self._table.num_pages))
-            superfluous = [ids[own].copy() for ids in self._table.ids]
+        if not self._is_using_load:
+            own = slice(held // size, min(boundary.depth // size, self.table.num_pages))
+            superfluous = [ids[own].copy() for ids in self.table.ids]
         if self._computed == self.prefix_len:
             self.prefix_len = max(self.prefix_len, boundary.depth)
         self._reused_host += from_host if boundary.depth > self._computed else 0
-        self._adopt_prefix(boundary.depth, tree.pages(boundary, self._committed))
+        self._adopt_prefix(boundary.depth, tree.pages(boundary, self.committed))
         if superfluous:
             self._give_back(superfluous)
 
@@ -567,18 +468,21 @@ class Lease:
     def end_run(self, chunks: Sequence[Chunk], *, computed: bool) -> None:
         """A run over `chunks` has really ended; whether it has computed them."""
         self._num_runs -= 1
+        has_failed = self._load is not None and self._load.has_failed
         for chunk in chunks:
             if chunk.lease is self:
                 self._running.remove(chunk)
-                if computed and chunk.start <= self._computed and not self._has_fallen:
+                if computed and chunk.start <= self._computed and not has_failed:
                     self._count_computed(chunk.stop)
         if self._num_runs:
             return
         if self.epoch != self._controller.epoch:
             self._deferred = 0
-        elif self._has_fallen:
-            self._fall_back()
-        elif self._deferred and not self._loads:
+        elif has_failed:
+            unspent = self.unspent
+            self.fall_back()
+            self._controller.accounts.promise(self.unspent - unspent)
+        elif self._deferred and not self._is_using_load:
             self._publish_deferred()
         if self._closed and not self._fences:
             self._end()
@@ -599,9 +503,9 @@ class Lease:
 
     def check_chunk(self, chunk: Chunk, frontier: int) -> None:
         """Raise unless the chunk can be computed when everything up to `frontier` is."""
-        if chunk.start < self._committed:
+        if chunk.start < self.committed:
             raise StaleError(
-                f"{chunk!r} is from before the lease took [0, {self._committed}) over: "
+                f"{chunk!r} is from before the lease took [0, {self.committed}) over: "
                 "ask for the next chunk"
             )
         if chunk.num_cuts < len(self._cuts) and chunk.stop > min(self._cuts[chunk.num_cuts :]):
@@ -619,8 +523,9 @@ class Lease:
         first; their pages count). While a run or a layer-wise load is active this is deferred to
         its end.
 
-        `ready`: for a device that computes on after the run has returned: an awaitable, or an event
-        with an async `wait`, that is done when the chunk's pages are written. Until then nobody
+        `ready`: for a device that computes on after the run has returned: a CUDA event, an
+        awaitable, or an event with an async `wait`, done when the chunk's pages are written
+        (default: the stream given to `open`, as it is now, if there is one). Until then nobody
         copies them to the host and they stay this lease's, also after its end; another lease that
         is granted them says so (`ready`). It must not fail: if it does, nobody knows what was
         written, and the cache is `reset()`.
@@ -638,13 +543,15 @@ class Lease:
             self.check_chunk(chunk, self.frontier if is_running else self._computed)
             if not is_running:
                 self._count_computed(chunk.stop)
+        if ready is None and self._controller.stream is not None:
+            ready = self._controller.stream.record_event()
         if ready is not None:
-            self._raise_fence(chunk, as_awaitable(ready))
+            self._raise_fence(chunk, ready)
         return self._publish_when_quiet(chunk.stop)
 
-    def _raise_fence(self, chunk: Chunk, ready: Awaitable[object]) -> None:
+    def _raise_fence(self, chunk: Chunk, ready: Any) -> None:
         first, last = chunk.start // self._page_size, -(-chunk.stop // self._page_size)
-        ids = self._table.ids[BASE][first:last].copy()
+        ids = self.table.ids[BASE][first:last].copy()
         self._fences.append(self._controller.raise_fence(ids, ready, self._fence_lifted))
 
     def _fence_lifted(self) -> None:
@@ -666,7 +573,7 @@ class Lease:
 
         Not needed where the same stream writes and reads.
         """
-        for fence in self._controller.fences.over(self._table.ids[BASE][: self._table.num_pages]):
+        for fence in self._controller.fences.over(self.table.ids[BASE][: self.table.num_pages]):
             await fence.lifted.wait()
 
     def _give_back(self, pages: Sequence[PageIds]) -> None:
@@ -690,36 +597,21 @@ class Lease:
     def _publish_when_quiet(self, stop: int) -> int:
         """Now, or when the last run and the load above which it stands have ended: the table must
         not change under a running model, nor the tree hold what hangs in the air."""
-        if self._num_runs or self._loads:
+        if self._num_runs or self._is_using_load:
             self._deferred = max(self._deferred, stop)
-            return self._committed
+            return self.committed
         return self._publish(stop)
 
     def _publish(self, stop: int) -> int:
-        controller, tree, receipt = self._controller, self._controller.tree, self._receipt
-        assert receipt is not None, "granted leases hold a receipt"
+        controller = self._controller
         stop -= stop % self._page_size
-        if stop <= self._committed or not controller.enabled:
+        if stop <= self.committed or not controller.enabled:
             return stop
-        published = stop - self._committed
-        params = InsertParams(
-            self.key,
-            tuple(self._table.ids),
-            length=stop,
-            prev_prefix_len=self._committed,
-            inserted_len=self._committed,
-            priority=self._priority,
-        )
-        if self._committed < self._prompt_len < stop:
-            params.prompt_len = self._prompt_len
-        result = tree.insert_below(receipt, params)
-        first_changed = result.first_changed
+        published = stop - self.committed
+        first_changed, duplicates = publish(controller.tree, self, stop)
         if first_changed < stop:
-            canonical = tree.pages(result.boundary, first_changed)
-            self._table.write(first_changed // self._page_size, canonical)
-            self._give_back(result.duplicates)
-            controller.counters.pages_duplicate += sum(map(len, result.duplicates))
-        self._committed = stop
+            self._give_back(duplicates)
+            controller.counters.pages_duplicate += sum(map(len, duplicates))
         controller.committed(self, published)
         return first_changed
 
@@ -754,23 +646,23 @@ class Lease:
         """
         self.check()
         length = whole_number("length", length)
-        if not self._committed <= length <= len(self) or length < 1:
+        if not self.committed <= length <= len(self) or length < 1:
             raise ValueError(
                 f"cannot truncate to {length}: "
-                f"{self._committed} tokens are committed, {len(self)} are there"
+                f"{self.committed} tokens are committed, {len(self)} are there"
             )
         if self._num_runs:
             raise ValueError("cannot truncate while a run is active: it may be writing there")
-        if length < self._loaded:
-            raise ValueError(f"cannot truncate to {length}: [0, {self._loaded}) is being loaded")
+        if self._is_using_load and length < self._own_from * self._page_size:
+            raise ValueError(f"cannot truncate to {length}: a load is bringing what is there")
         self.key.truncate(length)
         self._cuts.append(length)
         self._computed = min(self._computed, length)
         keep = -(-length // self._page_size)
-        if keep < self._table.num_pages:
+        if keep < self.table.num_pages:
             unspent = self.unspent
             accounts = self._controller.accounts
-            self._give_back(self._table.cut(keep))
+            self._give_back(self.table.cut(keep))
             accounts.promise(self.unspent - unspent)
             self._controller.admission.look_again()
 
@@ -787,14 +679,14 @@ class Lease:
         self._check_holds_pages()
         num_pages = -(-stop // self._page_size)
         return {
-            str(component.id): self._table.view(component.index, num_pages)
+            str(component.id): self.table.view(component.index, num_pages)
             for component in self._controller.tree.components
         }
 
     @property
     def pages_version(self) -> int:
         """Rises whenever an entry of a page table changes."""
-        return self._table.version
+        return self.table.version
 
     def slots(
         self, component: str = "full", start: int = 0, stop: int | None = None
@@ -806,7 +698,7 @@ class Lease:
         """
         self._check_holds_pages()
         stop = len(self) if stop is None else stop
-        return self._table.slots(self._component_index(component), start, stop)
+        return self.table.slots(self._component_index(component), start, stop)
 
     @property
     def device_indices(self) -> torch.Tensor:
@@ -829,7 +721,7 @@ class Lease:
 
     def _take_pages(self, num_pages: int) -> None:
         """Have pages for the first `num_pages` pages of the sequence; all components or none."""
-        table, accounts = self._table, self._controller.accounts
+        table, accounts = self.table, self._controller.accounts
         missing = num_pages - table.num_pages
         if missing <= 0:
             return
@@ -841,12 +733,12 @@ class Lease:
 
     def held_pages(self) -> list[PageIds]:
         """Per component, all pages that the lease holds: the tree's, a load's, its own."""
-        return self._with_retired([ids[: self._table.num_pages] for ids in self._table.ids])
+        return self._with_retired([ids[: self.table.num_pages] for ids in self.table.ids])
 
     def private_pages(self) -> list[PageIds]:
         """Per component, the pages that are the lease's own."""
-        first = max(self._committed, self._loaded) // self._page_size
-        return self._with_retired([ids[first : self._table.num_pages] for ids in self._table.ids])
+        first = self._own_from
+        return self._with_retired([ids[first : self.table.num_pages] for ids in self.table.ids])
 
     def _with_retired(self, pages: list[PageIds]) -> list[PageIds]:
         if not self._retired:
@@ -859,33 +751,35 @@ class Lease:
     @property
     def num_private_pages(self) -> int:
         """Pages of each component that are the lease's own."""
-        return self._table.num_pages - max(self._committed, self._loaded) // self._page_size
+        return self.table.num_pages - self._own_from
 
     @property
     def unspent(self) -> int:
         """Pages of each component that admission promised and the lease has not taken."""
         if self._closed:
             return 0
-        lost = (self._loaded - self._committed) // self._page_size if self._has_fallen else 0
-        return max(0, self._admitted_pages - self._table.num_pages - self._loading + lost)
+        taken = self.table.num_pages
+        if self._load is not None:  # what the table names of a load is paid for by `pages`
+            taken += self._load.pages + self.committed // self._page_size - self._own_from
+        return max(0, self._admitted_pages - taken)
 
     def pages_beyond_promise(self, num_tokens: int) -> int:
         """Pages that `num_tokens` tokens would take beyond what the lease has or was promised."""
         num_pages = -(-num_tokens // self._page_size)
-        return max(0, num_pages - max(self._admitted_pages, self._table.num_pages))
+        return max(0, num_pages - max(self._admitted_pages, self.table.num_pages))
 
     def check_table(self) -> list[str]:
         """What is wrong with the page table, for `check_integrity`."""
-        assert self._receipt is not None, "granted leases hold a receipt"
+        assert self.receipt is not None, "granted leases hold a receipt"
         faults = []
-        if self._receipt.depth != self._committed:
-            faults.append(f"{self!r} holds [0, {self._receipt.depth}) and says {self._committed}")
-        canonical = self._controller.tree.pages(Boundary(self._receipt.node, self._receipt.depth))
-        for theirs, ours in zip(canonical, self._table.ids, strict=True):
+        if self.receipt.depth != self.committed:
+            faults.append(f"{self!r} holds [0, {self.receipt.depth}) and says {self.committed}")
+        canonical = self._controller.tree.pages(Boundary(self.receipt.node, self.receipt.depth))
+        for theirs, ours in zip(canonical, self.table.ids, strict=True):
             if not np.array_equal(theirs, ours[: len(theirs)]):
                 faults.append(f"{self!r} does not use the tree's pages of what it has committed")
-        taken = self._table.num_pages * self._page_size
-        if not 0 <= self._committed <= self._computed <= min(taken, len(self)):
+        taken = self.table.num_pages * self._page_size
+        if not 0 <= self.committed <= self._computed <= min(taken, len(self)):
             faults.append(f"{self!r} is out of order: pages are taken up to {taken}")
         return faults
 
@@ -920,8 +814,8 @@ class Lease:
     @property
     def published(self) -> Boundary:
         """The end of what it holds of the tree."""
-        assert self._receipt is not None, "granted leases hold a receipt"
-        return Boundary(self._receipt.node, self._receipt.depth)
+        assert self.receipt is not None, "granted leases hold a receipt"
+        return Boundary(self.receipt.node, self.receipt.depth)
 
     @property
     def is_running(self) -> bool:
@@ -929,24 +823,14 @@ class Lease:
         return self._num_runs > 0
 
     @property
-    def committed(self) -> int:
-        """Tokens that are published, and so read-only."""
-        return self._committed
-
-    @property
     def closed(self) -> bool:
         return self._closed
-
-    @property
-    def receipt(self) -> Receipt | None:
-        """The lock on what is committed (for the controller and `extend`)."""
-        return self._receipt
 
     def __repr__(self) -> str:
         """No tokens: prompts do not belong in logs."""
         return (
             f"<Lease {self.id}: {len(self)} tokens, "
-            f"{self._computed} computed, {self._committed} committed>"
+            f"{self._computed} computed, {self.committed} committed>"
         )
 
     # --- end --------------------------------------------------------------------------------------
@@ -965,9 +849,8 @@ class Lease:
         if self.epoch == controller.epoch:
             controller.accounts.promise(-self.unspent)
         self._closed = True
-        if self._loads:
-            controller.leave_loads(self._loads, self)
-            self._loads = ()
+        if self._load is not None:
+            self._load.leave()
         is_running = self._num_runs > 0 or bool(self._fences)
         if not is_running:
             self._release()
@@ -978,7 +861,7 @@ class Lease:
         self.close()
 
     def _release(self) -> None:
-        controller, receipt = self._controller, self._receipt
+        controller, receipt = self._controller, self.receipt
         if receipt is None:
             return
         if self.epoch != controller.epoch:
@@ -989,7 +872,7 @@ class Lease:
             if self.num_private_pages or self._retired:
                 controller.accounts.give_back(self.private_pages())
                 self._retired = []
-        self._receipt = None
+        self.receipt = None
 
     def check(self) -> None:
         """Raise unless the lease can be used here and now.
@@ -1018,15 +901,6 @@ class Lease:
             warnings.warn(
                 f"{self!r} was dropped without being closed", ResourceWarning, stacklevel=2
             )
-
-
-async def _first_failure(loads: Sequence[Transfer]) -> Transfer | None:
-    """Wait for loads, root first; the first that has not brought all of it, or None."""
-    for load in loads:
-        await load.ended.wait()
-        if not load.is_complete:
-            return load
-    return None
 
 
 class LeaseContext:

@@ -21,6 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from tiered_cache.keys import RadixKey
     from tiered_cache.tree.node import Node
     from tiered_cache.tree.radix import RadixTree
@@ -164,6 +166,15 @@ class InsertResult:
     @property
     def boundary(self) -> Boundary:
         return Boundary(self.node, self.length)
+
+
+@dataclass(slots=True)
+class EvictParams:
+    """How much to give up, or to have free: `num_tokens` of the first component, rounded up to
+    pages, or `num_pages` by component id."""
+
+    num_tokens: int = 0
+    num_pages: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -26,6 +26,7 @@ from tests.transfer.world import (
     specs_of,
 )
 from tiered_cache.errors import IntegrityError
+from tiered_cache.pools import host
 from tiered_cache.pools.device import DevicePools, torch_dtype
 from tiered_cache.pools.host import HostArena
 from tiered_cache.pools.spec import HEADER_BYTES, PoolSpec, row_layout
@@ -105,6 +106,21 @@ def test_tensors_of_the_user_may_keep_their_pages_apart() -> None:
     for direction in Direction:
         expected = world.expected(direction, 0, [9, 1], [0, 3])
         world.move(direction, ids(9, 1), ids(0, 3))
+        world.check(expected)
+
+
+def test_an_arena_may_lie_between_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensors are seen as one array that spans whatever is between them."""
+    memory = np.zeros(1 << 20, np.uint8)
+    ends = [torch.from_numpy(memory[start:][: NUM_PAGES * 100]) for start in (0, (1 << 20) - 4096)]
+    spec = PoolSpec("k", FULL, (0, 1), (25,), "uint8", 4)
+    pools = DevicePools((spec,), tensors={"k": [end.view(-1, 25) for end in ends]})
+    monkeypatch.setattr(host, "_map", lambda num_bytes: memory[8192 : 8192 + num_bytes])
+    monkeypatch.setattr(HostArena, "chunks", lambda _: [])
+    world = World.of(CpuCopier, pools)
+    for direction in Direction:
+        expected = world.expected(direction, 0, [9, 1, 4], [3, 4, 0])
+        world.move(direction, ids(9, 1, 4), ids(3, 4, 0))
         world.check(expected)
 
 
@@ -199,13 +215,22 @@ def test_any_pages_of_any_model(
     world.check(expected)
 
 
-def test_a_round_trip_of_many_jobs() -> None:
-    """More than one job's worth, of pages larger than a block: every byte comes back."""
-    spec = PoolSpec("k", FULL, (0, 1, 2, 3), (8, 128), "bfloat16", 64)  # 128 KiB slices
+@pytest.mark.parametrize(
+    "spec",
+    [
+        PoolSpec("k", FULL, (0, 1, 2, 3), (8, 128), "bfloat16", 64),
+        PoolSpec("k", FULL, tuple(range(60)), (3, 64), "bfloat16", 16),
+        PoolSpec("k", FULL, (0, 1), (3, 64), "bfloat16", 16),
+    ],
+    ids=["128 KiB slices", "6 KiB slices, pages of two blocks", "6 KiB slices, 21 pages a block"],
+)
+def test_a_round_trip_of_many_jobs(spec: PoolSpec) -> None:
+    """More than three jobs' worth, in every way to cut it into calls: every byte comes back."""
     num_pages = 3 * JOB_BYTES // spec.page_bytes + 1
     world = World.of(CpuCopier, DevicePools((spec,), {FULL: num_pages}), num_rows=num_pages)
     chance = np.random.default_rng(3)
     device_ids, host_ids = (chance.permutation(num_pages).astype(np.int32) for _ in range(2))
+    host_ids[: num_pages // 2].sort()  # some in line
     wanted = [world.device("k", layer).clone() for layer in spec.layers]
     jobs = world.copier.plan(STORE, 0, device_ids, host_ids)
     assert len(jobs) == 4
@@ -213,6 +238,10 @@ def test_a_round_trip_of_many_jobs() -> None:
         world.copier.copy(job)
     for layer in spec.layers:
         world.device("k", layer)[:] = 0xFF
+    for piece in world.arenas[0].layout.slices:
+        row = world.arenas[0].rows[host_ids[0], piece.offset : piece.offset + piece.num_bytes]
+        wanted_row = wanted[spec.layers.index(piece.layer)][device_ids[0]]
+        np.testing.assert_array_equal(row, wanted_row.numpy())
     world.move(LOAD, device_ids, host_ids, by_layer=True)
     for layer in spec.layers:
         assert torch.equal(world.device("k", layer), wanted[layer])

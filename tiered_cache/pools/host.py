@@ -153,8 +153,7 @@ class Chunk:
     def touch(self) -> None:
         """Make the rows resident (and pin them). For a thread: takes 40 to 130 ms, without the GIL.
 
-        Once per chunk, before the rows are used: a kernel that cannot do it otherwise is made to by
-        writing zeros.
+        Once per chunk; what the rows hold stays.
 
         Raises:
             MemoryError: there is no memory for them.
@@ -183,9 +182,10 @@ def _make_resident(part: npt.NDArray[np.uint8]) -> None:
     if not _libc.madvise(part.ctypes.data, part.nbytes, MADV_POPULATE_WRITE):
         return
     code = ctypes.get_errno()
+    # A kernel before 5.14 does not know how. Writing would do it, but a copy may have been there
+    # first: the rows become resident as they are used (and, pinned, by the registration).
     if code != errno.EINVAL:
         raise MemoryError(f"cannot touch {part.nbytes:,} bytes: {errno.errorcode.get(code, code)}")
-    part.reshape(-1)[:: mmap.PAGESIZE] = 0
 
 
 def _cudart() -> Any:

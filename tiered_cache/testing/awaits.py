@@ -264,7 +264,7 @@ async def assert_nothing_left(cache: UnifiedRadixCache) -> None:
     cache.check_integrity()
     stats = cache.stats()
     assert stats.num_queued == stats.num_runs == 0, stats
-    for name, pool in stats.pools.items():
+    for name, pool in (*stats.pools.items(), *stats.host.items()):
         assert pool.free + pool.evictable == pool.capacity, f"{name}: {pool}"
 
 

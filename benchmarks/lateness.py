@@ -1,0 +1,188 @@
+"""How late the event loop is, with and without transfers, alone and beside a model.
+
+A probe asks to be woken every 2 ms and notes how much later it is. Four phases take turns: nothing;
+transfers both ways without a pause; a language model computing in the run thread; both. What counts
+is the difference to the same phase without transfers, within one round: this machine's own lateness
+is in both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from contextlib import asynccontextmanager, suppress
+from statistics import median
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+
+from benchmarks.copies import one_torch_thread
+from benchmarks.measure import Row
+from tiered_cache import EvictParams, InsertParams, RadixKey, UnifiedRadixCache, load_config
+from tiered_cache.testing.models import MissingModelError, load_smollm2, tiny_model
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from tiered_cache.config import Config
+
+PERIOD_S: Final = 0.002
+PHASE_S: Final = 3.0
+PAGE_SIZE: Final = 16
+NUM_PAGES: Final = 256
+"""Pages of a prefix that goes to the host and back: 94 MB of a model of 135M parameters."""
+
+MODEL_TOKENS: Final = 128
+"""What the model computes at a time, as a chunk of a prompt."""
+
+
+def run(repeat: int = 5, *, quick: bool = False) -> list[Row]:
+    """Lines of all four phases, and the differences."""
+    with one_torch_thread(), torch.inference_mode():
+        model = _model(quick=quick)
+        rounds = [asyncio.run(_round(model, 0.15 if quick else PHASE_S)) for _ in range(repeat)]
+    rows = [
+        Row(
+            "lateness",
+            phase,
+            {
+                "p50_ms": median(found[phase].p50_ms for found in rounds),
+                "p99_ms": median(found[phase].p99_ms for found in rounds),
+                "max_ms": max(found[phase].max_ms for found in rounds),
+                "moved_gb_per_s": median(found[phase].gb_per_s for found in rounds),
+            },
+        )
+        for phase in PHASES
+    ]
+    added = [found["transfers"].p99_ms - found["idle"].p99_ms for found in rounds]
+    ratio = [found["model, transfers"].p99_ms / found["model"].p99_ms for found in rounds]
+    rows[PHASES.index("transfers")].figures["added_p99_ms"] = median(added)
+    rows[PHASES.index("model, transfers")].figures["model_x"] = median(ratio)
+    return rows
+
+
+PHASES: Final = ("idle", "transfers", "model", "model, transfers")
+
+
+class Phase:
+    """What one phase has shown."""
+
+    def __init__(self, late_s: list[float], num_bytes: int, seconds: float) -> None:
+        self.p50_ms, self.p99_ms, self.max_ms = (
+            float(np.percentile(late_s, share)) * 1e3 for share in (50, 99, 100)
+        )
+        self.gb_per_s = num_bytes / seconds / 1e9
+
+
+async def _round(model: Callable[[], object], seconds: float) -> dict[str, Phase]:
+    found = {}
+    async with UnifiedRadixCache.open(_config()) as cache:
+        work = _Transfers(cache)
+        await work.begin()
+        for phase in PHASES:
+            gc.collect()
+            async with (
+                _beside(work.run if "transfers" in phase else None),
+                _beside((lambda: _compute(cache, model)) if "model" in phase else None),
+            ):
+                before, start_s = work.num_bytes, perf_counter()
+                late_s = await _probe(seconds)
+                moved, took_s = work.num_bytes - before, perf_counter() - start_s
+            found[phase] = Phase(late_s, moved, took_s)
+            await cache.drain()
+    return found
+
+
+async def _probe(seconds: float) -> list[float]:
+    """How late the loop came to it, each time."""
+    loop = asyncio.get_running_loop()
+    end, late_s = loop.time() + seconds, []
+    while (due := loop.time() + PERIOD_S) < end:
+        await asyncio.sleep(PERIOD_S)
+        late_s.append(loop.time() - due)
+    return late_s
+
+
+@asynccontextmanager
+async def _beside(work: Callable[[], Any] | None) -> AsyncIterator[None]:
+    """Something that goes on until the block ends."""
+    if work is None:
+        yield
+        return
+    task = asyncio.create_task(work())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def _compute(cache: UnifiedRadixCache, model: Callable[[], object]) -> None:
+    while True:
+        await cache.run([], model)
+
+
+class _Transfers:
+    """Prefixes that are published, stored, demoted and loaded again, one after the other."""
+
+    def __init__(self, cache: UnifiedRadixCache) -> None:
+        self._cache = cache
+        self._keys: list[RadixKey] = []
+        self._page_bytes = cache.pools.page_bytes(cache.tree.components[0].id)
+
+    @property
+    def num_bytes(self) -> int:
+        counters = self._cache.stats().counters
+        return (counters.pages_loaded + counters.pages_stored) * self._page_bytes
+
+    async def begin(self) -> None:
+        """Have memory touched and something on the host."""
+        for _ in range(4):
+            await self._publish()
+        await self._cache.drain()
+
+    async def run(self) -> None:
+        while True:
+            await self._publish()  # is copied to the host in the background
+            for key in self._keys[-4:-1]:
+                await self._cache.evict(EvictParams(num_tokens=2 * NUM_PAGES * PAGE_SIZE))
+                await self._cache.load_back(key)
+
+    async def _publish(self) -> None:
+        start = len(self._keys) * NUM_PAGES * PAGE_SIZE
+        key = RadixKey(np.arange(start, start + NUM_PAGES * PAGE_SIZE))
+        await self._cache.evict(EvictParams(num_tokens=NUM_PAGES * PAGE_SIZE))
+        self._cache.insert(InsertParams(key, tuple(self._cache.allocate(NUM_PAGES))))
+        self._keys.append(key)
+
+
+def _model(*, quick: bool) -> Callable[[], object]:
+    """A real one where it is installed, else a tiny one with random weights."""
+    model: Any = None
+    if not quick:
+        with suppress(MissingModelError):
+            model = load_smollm2().model
+    if model is None:
+        model = tiny_model("llama")
+    tokens = torch.arange(MODEL_TOKENS)[None] % 256
+
+    def compute() -> object:
+        with torch.inference_mode():
+            return model(tokens, use_cache=False)
+
+    return compute
+
+
+def _config() -> Config:
+    shape = {"num_layers": 30, "num_kv_heads": 3, "head_dim": 64}
+    return load_config(
+        {
+            "model": {"strategy": "plain", "dtype": "bfloat16", **shape},
+            "page_size": PAGE_SIZE,
+            "device": {"tokens": 3 * NUM_PAGES * PAGE_SIZE},
+            "host": {"tokens": 8 * NUM_PAGES * PAGE_SIZE},
+        }
+    )

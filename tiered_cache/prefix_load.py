@@ -1,0 +1,209 @@
+"""What a lease does to get what the host has of its prefix: cover, wait, take over, or do without.
+
+Owns: the loads that a lease waits for, and how many pages of its promise are with them. Refuses to
+know: how pages are copied (transfers), and what the lease does with its prefix.
+
+Pages that are loaded come out of the lease's own promise, so it needs nobody's leave; and whatever
+does not come is promised to it again in the very step in which it goes home.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, cast
+
+from tiered_cache.tree.node import BASE
+from tiered_cache.types import Boundary, Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tiered_cache.controller import HybridCacheController
+    from tiered_cache.lease import Lease
+    from tiered_cache.transfers import Transfer
+
+
+class PrefixLoad:
+    """One per lease that found something on the host.
+
+    Attributes:
+        pages: out of the lease's promise, with loads that have not ended.
+        end: with `layerwise`, how far (in tokens) the lease's table names pages that are a load's
+            until it has ended; 0 otherwise.
+        has_failed: a load that the lease was using did not come, and a run is using it still.
+        shortened: why what the host has is not all here, for people.
+    """
+
+    __slots__ = (
+        "_controller",
+        "_lease",
+        "_loads",
+        "_using",
+        "end",
+        "has_failed",
+        "pages",
+        "shortened",
+    )
+
+    def __init__(self, lease: Lease, controller: HybridCacheController) -> None:
+        self._lease = lease
+        self._controller = controller
+        self._loads: dict[Transfer, None] = {}  # all that it has waited for
+        self._using: Sequence[Transfer] = ()  # while the lease's table names their pages
+        self.pages = 0
+        self.end = 0
+        self.has_failed = False
+        self.shortened = ""
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the lease is using pages that are a load's."""
+        return bool(self._using)
+
+    @property
+    def is_running(self) -> bool:
+        return self._lease.is_running
+
+    # --- wait -------------------------------------------------------------------------------------
+
+    async def bring(self, limit: int, timeout: float | None, *, layerwise: bool) -> None:
+        """Bring what the host has up to `limit` tokens; be content with less when it does not come.
+
+        With `layerwise` the lease can use it before it is there.
+        """
+        controller = self._controller
+        try:
+            async with asyncio.timeout(timeout):
+                # A load of somebody else's may fail above this lease's own: then plan once more,
+                # and what has arrived below is kept.
+                for _ in range(2):
+                    wanted = self._cover(limit, layerwise=layerwise)
+                    if layerwise:
+                        self._use(wanted, limit)
+                        return
+                    failed = await _first_failure(wanted)
+                    if failed is None or failed.funder is self:
+                        break
+        except TimeoutError:
+            controller.counters.load_timeouts += 1
+            self.shortened = f"the load did not end within {timeout} s"
+        finally:
+            if not self._using:
+                self.leave()
+        if self.pages and self._lease.epoch == controller.epoch:
+            await self._be_promised_again()
+
+    def _cover(self, limit: int, *, layerwise: bool) -> list[Transfer]:
+        """Join the loads that bring a part of what is missing, start one for each other part."""
+        lease, controller, tree = self._lease, self._controller, self._controller.tree
+        receipt, transfers = lease.receipt, controller.transfers
+        if lease.epoch != controller.epoch:
+            return []
+        assert receipt is not None, "granted leases hold a receipt"
+        assert transfers is not None, "there is a host tier"
+        boundary = tree.match_deeper(receipt, lease.key, limit, device_only=False)
+        if boundary is None or boundary.depth - receipt.depth < controller.load_back_threshold:
+            return []
+        loads = []
+        for piece in tree.plan_transfer(boundary, BASE, Tier.DEVICE, receipt.depth):
+            if piece.ids is None:
+                load = cast("Transfer", piece.pending)
+                transfers.join(load, self)
+            else:
+                ids = controller.accounts.take_of(BASE, len(piece.ids))
+                controller.accounts.promise(-len(ids))
+                self.pages += len(ids)
+                end = Boundary(boundary.node, piece.stop)
+                load = transfers.load(
+                    end, piece.start, BASE, ids, piece.ids, self, by_layer=layerwise
+                )
+            loads.append(load)
+            self._loads[load] = None
+        return loads
+
+    async def _be_promised_again(self) -> None:
+        """Its pages are with a copier that has not ended, and the lease needs others for the same
+        tokens."""
+        controller = self._controller
+        for load in self._loads:
+            if load.funder is self:
+                load.funder = None
+
+        def attempt() -> bool:
+            pages = self.pages
+            if self._lease.epoch == controller.epoch:
+                if min(controller.accounts.room_beside(pages)) < 0:
+                    return False
+                controller.accounts.promise(pages)
+            self.pages = 0
+            return True
+
+        await controller.admission.admit_first(attempt, controller.check)
+
+    async def settled(self) -> None:
+        """Until no load has pages out of the lease's promise any more."""
+        for load in self._loads:
+            if load.funder is self:
+                await load.ended.wait()
+
+    def leave(self) -> None:
+        """The lease does not need them any more."""
+        self._using = ()
+        if self._controller.transfers is not None:
+            self._controller.transfers.leave(self._loads, self)
+
+    # --- end --------------------------------------------------------------------------------------
+
+    def on_load_ended(self, load: Transfer) -> None:
+        """In a load's commit beat, while it still holds its path: go on from what it brought."""
+        lease, controller = self._lease, self._controller
+        unspent = lease.unspent
+        if load.funder is self:
+            self.pages -= load.num_pages
+            load.funder = None
+        if lease.closed or lease.epoch != controller.epoch:
+            return
+        if load.error is not None:
+            self.shortened = f"a load from the host failed: {load.error}"
+        if self in load.waiters:
+            lease.go_on_from(load, self.end or None)
+        if self._using:
+            self._check_used(load)
+        controller.accounts.promise(lease.unspent - unspent)
+
+    # --- layer by layer ---------------------------------------------------------------------------
+
+    def _use(self, loads: Sequence[Transfer], limit: int) -> None:
+        """Let the lease's table name the pages that are coming (semantics §9.9)."""
+        lease, size = self._lease, self._controller.page_size
+        start = lease.committed
+        for load in loads:
+            stop = min(load.depth, limit - limit % size)
+            ids = load.device_ids[(start - load.start) // size : (stop - load.start) // size]
+            lease.table.write(start // size, [ids])
+            start = stop
+        if loads:
+            self._using = loads
+            self.end = start
+            lease.use_load(start, self._controller.layer_waits(loads))
+
+    def _check_used(self, ended: Transfer) -> None:
+        """One of the loads in use has ended."""
+        if not ended.is_complete:
+            self.leave()
+            self.has_failed = True
+            if not self._lease.is_running:
+                self._lease.fall_back()
+        elif all(load.is_complete for load in self._using):
+            self._using = ()
+            self.end = 0
+            self._lease.load_is_complete()
+
+
+async def _first_failure(loads: Sequence[Transfer]) -> Transfer | None:
+    """Wait for loads, root first; the first that has not brought all of it, or None."""
+    for load in loads:
+        await load.ended.wait()
+        if not load.is_complete:
+            return load
+    return None

@@ -38,6 +38,7 @@ class PrefixLoad:
         "_controller",
         "_lease",
         "_loads",
+        "_own",
         "_using",
         "end",
         "has_failed",
@@ -49,6 +50,7 @@ class PrefixLoad:
         self._lease = lease
         self._controller = controller
         self._loads: dict[Transfer, None] = {}  # all that it has waited for
+        self._own: set[Transfer] = set()  # those of them that it has started
         self._using: Sequence[Transfer] = ()  # while the lease's table names their pages
         self.pages = 0
         self.end = 0
@@ -77,12 +79,12 @@ class PrefixLoad:
                 # A load of somebody else's may fail above this lease's own: then plan once more,
                 # and what has arrived below is kept.
                 for _ in range(2):
-                    wanted = self._cover(limit, layerwise=layerwise)
+                    wanted, stop = self._cover(limit, layerwise=layerwise)
                     if layerwise:
-                        self._use(wanted, limit)
+                        self._use(wanted, stop)
                         return
                     failed = await _first_failure(wanted)
-                    if failed is None or failed.funder is self:
+                    if failed is None or failed in self._own:
                         break
         except TimeoutError:
             controller.counters.load_timeouts += 1
@@ -93,17 +95,18 @@ class PrefixLoad:
         if self.pages and self._lease.epoch == controller.epoch:
             await self._be_promised_again()
 
-    def _cover(self, limit: int, *, layerwise: bool) -> list[Transfer]:
-        """Join the loads that bring a part of what is missing, start one for each other part."""
+    def _cover(self, limit: int, *, layerwise: bool) -> tuple[list[Transfer], int]:
+        """Join the loads that bring a part of what is missing, start one for each other part; up to
+        which depth what they bring is the lease's prefix. One that was joined may go on beyond."""
         lease, controller, tree = self._lease, self._controller, self._controller.tree
         receipt, transfers = lease.receipt, controller.transfers
         if lease.epoch != controller.epoch:
-            return []
+            return [], 0
         assert receipt is not None, "granted leases hold a receipt"
         assert transfers is not None, "there is a host tier"
         boundary = tree.match_deeper(receipt, lease.key, limit, device_only=False)
         if boundary is None or boundary.depth - receipt.depth < controller.load_back_threshold:
-            return []
+            return [], 0
         loads = []
         for piece in tree.plan_transfer(boundary, BASE, Tier.DEVICE, receipt.depth):
             if piece.ids is None:
@@ -117,9 +120,10 @@ class PrefixLoad:
                 load = transfers.load(
                     end, piece.start, BASE, ids, piece.ids, self, by_layer=layerwise
                 )
+                self._own.add(load)
             loads.append(load)
             self._loads[load] = None
-        return loads
+        return loads, boundary.depth
 
     async def _be_promised_again(self) -> None:
         """Its pages are with a copier that has not ended, and the lease needs others for the same
@@ -173,12 +177,12 @@ class PrefixLoad:
 
     # --- layer by layer ---------------------------------------------------------------------------
 
-    def _use(self, loads: Sequence[Transfer], limit: int) -> None:
-        """Let the lease's table name the pages that are coming (semantics §9.9)."""
+    def _use(self, loads: Sequence[Transfer], end: int) -> None:
+        """Let the lease's table name the pages up to `end` that are coming (semantics §9.9)."""
         lease, size = self._lease, self._controller.page_size
         start = lease.committed
         for load in loads:
-            stop = min(load.depth, limit - limit % size)
+            stop = min(load.depth, end)
             ids = load.device_ids[(start - load.start) // size : (stop - load.start) // size]
             lease.table.write(start // size, [ids])
             start = stop

@@ -117,9 +117,10 @@ class Tiers(Rig):
         copied: how often each page was copied, by direction and (device, host) page.
     """
 
-    def __init__(self, cache: UnifiedRadixCache, copies: Any) -> None:
+    def __init__(self, cache: UnifiedRadixCache, copies: Any, policy: str) -> None:
         super().__init__(cache)
         self.copies: Copies = copies
+        self.policy = policy
         self.fault: Callable[[CopyJob], BaseException | None] = lambda job: None
         self.copied: Counter[tuple[Direction, int, int]] = Counter()
         host = cache._parts.host
@@ -143,7 +144,7 @@ class Tiers(Rig):
     async def compute(self, lease: Lease, max_tokens: int = 1 << 20) -> None:
         """Compute and commit all but the last token, so that `prompt(name, n)` is n pages of any
         size."""
-        while left := len(lease) - 1 - lease.computed:
+        while (left := len(lease) - 1 - lease.computed) > 0:
             chunk = await lease.next_chunk(min(left, max_tokens))
             if chunk is None or chunk.start >= len(lease) - 1:
                 return
@@ -213,7 +214,8 @@ class Tiers(Rig):
 
     async def settled(self) -> None:
         """Until nothing moves any more, with the gate open."""
-        self.copies.open()
+        if isinstance(self.copies, Copies):
+            self.copies.open()
         async with asyncio.timeout(30):
             await self.cache.drain()
         self.assert_calm()
@@ -254,7 +256,7 @@ async def tiers(
     async with rig(
         pages, options=given, page_size=page_size, host=made, **sections
     ) as plain:
-        r = Tiers(plain.cache, copies)
+        r = Tiers(plain.cache, copies, policy)
         yield r
         if isinstance(copies, Copies):
             copies.open()

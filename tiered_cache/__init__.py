@@ -1,6 +1,7 @@
 """A prefix cache for the attention state of language models, for async serving loops."""
 
 from tiered_cache.cache import UnifiedRadixCache
+from tiered_cache.chunk import Chunk
 from tiered_cache.config import Config, load_config
 from tiered_cache.engine import CacheRequest
 from tiered_cache.errors import (
@@ -17,7 +18,7 @@ from tiered_cache.errors import (
     WrongThreadError,
 )
 from tiered_cache.keys import RadixKey
-from tiered_cache.lease import Chunk, Lease
+from tiered_cache.lease import Lease
 from tiered_cache.observe import Event, EventKind, Observer
 from tiered_cache.stats import CacheStats
 from tiered_cache.types import (

@@ -10,13 +10,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tiered_cache.build import build
+from tiered_cache.chunk import find_chunks
 from tiered_cache.config import Config
 from tiered_cache.controller import Executors, HybridCacheController
 from tiered_cache.engine import Engine
 from tiered_cache.errors import ClosedError
 from tiered_cache.jobs import DaemonExecutor, run_to_end, submit
 from tiered_cache.keys import RadixKey, check_token
-from tiered_cache.lease import Lease, LeaseContext, find_chunks
+from tiered_cache.lease import Lease, LeaseContext
 from tiered_cache.ranks import SingleRank
 from tiered_cache.types import MatchPrefixParams, Tier, seconds, whole_number
 

@@ -40,7 +40,14 @@ from tiered_cache.stats import CacheStats, Counters, PoolStats
 from tiered_cache.transfer.mover import Mover
 from tiered_cache.transfers import Transfers
 from tiered_cache.types import Outstanding, Tier
-from tiered_cache.write_policies import NoWrites, Storing, WriteBack, WritePolicy, WriteThrough
+from tiered_cache.write_policies import (
+    STORE_BYTES,
+    NoWrites,
+    Storing,
+    WriteBack,
+    WritePolicy,
+    WriteThrough,
+)
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -49,8 +56,9 @@ if TYPE_CHECKING:
     import torch
 
     from tiered_cache.accounts import TierPages
+    from tiered_cache.chunk import Chunk
     from tiered_cache.fences import Fence
-    from tiered_cache.lease import Chunk, Lease
+    from tiered_cache.lease import Lease
     from tiered_cache.pools.allocator import PageAllocator
     from tiered_cache.ranks import Ranks
     from tiered_cache.transfer.copier import Copier
@@ -95,16 +103,18 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class HostTier:
-    """What a second tier adds. `allocators`: of its rows, in dense component order.
+    """What a second tier adds.
 
-    `write_policy`: "write_through", "write_through_selective" or "write_back" (semantics §9.5).
-    `load_back_threshold`: tokens; a shorter hit is computed again. `touch`: makes its memory ready,
-    a piece per call, ahead of need; in a thread. `close`: lets go of the copier and the memory,
-    when nobody copies any more.
+    `allocators`: of its rows, in dense component order. `page_bytes`: of a page of the first
+    component. `write_policy`: "write_through", "write_through_selective" or "write_back" (semantics
+    §9.5). `load_back_threshold`: tokens; a shorter hit is computed again. `touch`: makes its memory
+    ready, a piece per call, ahead of need; in a thread. `close`: lets go of the copier and the
+    memory, when nobody copies any more.
     """
 
     allocators: Sequence[PageAllocator]
     copier: Copier
+    page_bytes: int
     write_policy: str
     load_back_threshold: int
     touch: Sequence[Callable[[], None]]
@@ -188,6 +198,7 @@ class HybridCacheController:
             self.transfers,
             self.fences,
             self.counters,
+            max(1, STORE_BYTES // host.page_bytes),
             self._look_again,
         )
         if host.write_policy == "write_back":
@@ -404,8 +415,8 @@ class HybridCacheController:
     def new_lease_id(self) -> int:
         return next(self._lease_ids)
 
-    def granted(self, lease: Lease) -> int:
-        """A lease holds its prefix; returns the epoch that it lives in."""
+    def granted(self, lease: Lease) -> None:
+        """A lease holds its prefix."""
         self._leases[lease.id] = weakref.ref(lease)
         counters = self.counters
         counters.leases_granted += 1
@@ -414,7 +425,6 @@ class HybridCacheController:
         if self.transfers is not None:
             self.write_policy.note_used(lease.published)
         self._tell(EventKind.GRANTED, lease, lease.prefix_len)
-        return self.epoch
 
     def used(self, boundary: Boundary) -> None:
         """A prefix was published, or granted: it may be worth a copy."""

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tiered_cache.chunk import Chunk, find_chunks
 from tiered_cache.errors import ClosedError, StaleError
 from tiered_cache.keys import check_token
 from tiered_cache.layers import NO_LOADS
@@ -35,7 +36,7 @@ from tiered_cache.tree.node import BASE
 from tiered_cache.types import Boundary, Hits, MatchPrefixParams, whole_number
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
 
     from tiered_cache.controller import HybridCacheController
@@ -47,46 +48,6 @@ if TYPE_CHECKING:
     from tiered_cache.types import PageIds
 
 T = TypeVar("T")
-
-
-class Chunk:
-    """Tokens `[start, stop)` of a lease, handed out to compute in one run; their pages are taken.
-
-    While the chunk is being run, the state of `[0, start)` is in the pools at `slots(component, 0,
-    start)` and the chunk's own goes to `slots(component, start, stop)`. Readable from the run's
-    thread.
-    """
-
-    __slots__ = ("lease", "num_cuts", "start", "stop", "tokens")
-
-    def __init__(self, lease: Lease, start: int, stop: int) -> None:
-        self.lease = lease
-        self.num_cuts = lease.num_cuts  # truncations that it has not missed
-        self.start = start
-        self.stop = stop
-        self.tokens: npt.NDArray[np.int64] = lease.key.span(start, stop)
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-    @property
-    def lease_id(self) -> int:
-        return self.lease.id
-
-    @property
-    def pages(self) -> Mapping[str, PageIds]:
-        """Per component, the page table of `[0, stop)`: read-only int32, one id per page (−1:
-        none)."""
-        return self.lease.page_tables(self.stop)
-
-    def slots(
-        self, component: str = "full", start: int = 0, stop: int | None = None
-    ) -> npt.NDArray[np.int64]:
-        """Device slots of the tokens `[start, stop)` (default: up to the chunk's end), int64."""
-        return self.lease.slots(component, start, self.stop if stop is None else stop)
-
-    def __repr__(self) -> str:
-        return f"<Chunk [{self.start}:{self.stop}) of lease {self.lease.id}>"
 
 
 class Lease:
@@ -117,6 +78,7 @@ class Lease:
         "_load",
         "_num_runs",
         "_page_size",
+        "_promised",
         "_retired",
         "_reused",
         "_reused_host",
@@ -168,6 +130,7 @@ class Lease:
         self._reused = 0
         self._reused_host = 0  # what of it a load brought
         self._full_hit_length = 0
+        self._promised = 0  # of `unspent`, what the accounts know
         self._seen = -1  # the tree's growth when it was last matched
         self._load: PrefixLoad | None = None  # what it gets from the host
         self._fences: list[Fence] = []
@@ -192,7 +155,7 @@ class Lease:
         self.table.make_room(self._admitted_pages)
         limit = self.prompt_len - 1 if controller.enabled else 0  # at least one token is computed
         if not controller.ranks.is_alone:
-            limit = await controller.agree("grant", limit, self._reach(limit))
+            limit = await controller.agree(f"grant {self.id}", limit, self._reach(limit))
         attempt = partial(self._try_grant, limit)
         while True:
             if not controller.admission.admit_now(attempt):
@@ -232,8 +195,9 @@ class Lease:
             self._adopt_prefix(boundary.depth, pages)
             self.prefix_len = boundary.depth
         self._full_hit_length = match.full_hit_length
-        controller.accounts.promise(self.unspent)
-        self.epoch = controller.granted(self)
+        self.epoch = controller.epoch
+        self.settle_promise()
+        controller.granted(self)
         return True
 
     def _adopt_prefix(self, depth: int, pages: Sequence[PageIds]) -> None:
@@ -248,7 +212,7 @@ class Lease:
     def _start_over(self) -> None:
         """A reset came while it waited for a load: it holds nothing that is still there."""
         self.close()
-        self.prefix_len = self.committed = self._computed = 0
+        self.prefix_len = self.committed = self._computed = self._promised = 0
         self._reused = self._reused_host = 0
         self._load = None
         self.table.cut(0)
@@ -367,8 +331,13 @@ class Lease:
             length = self.key.num_tokens
             if self.frontier >= length:
                 return None
-            if controller.tree.growth != self._seen:
-                self._rematch()
+            if self._load is not None and self._load.pages:
+                await self._load.settled()
+                continue
+            if not controller.ranks.is_alone:
+                await self._agree_on_rematch()
+            elif controller.tree.growth != self._seen:
+                self._rematch(length - 1)
             start = self.frontier
             claim = controller.claims.over(self.id, self.key, start)
             if claim is None:
@@ -381,19 +350,29 @@ class Lease:
         whole = stop - stop % self._page_size
         return self._hand_out(start, whole if whole > start else stop)
 
-    def _rematch(self) -> None:
+    async def _agree_on_rematch(self) -> None:
+        """Go on from what others have published on all ranks."""
+        controller, receipt, limit = self._controller, self.receipt, len(self) - 1
+        assert receipt is not None, "granted leases hold a receipt"
+        deeper = controller.tree.match_deeper(receipt, self.key, limit)
+        reach = deeper.depth if deeper is not None else receipt.depth
+        limit = await controller.agree(f"chunk {self.id} {self.frontier}", limit, reach)
+        self.check()
+        self._rematch(limit)
+
+    def _rematch(self, limit: int) -> None:
         """Go on from what others have published, if that is beyond what this lease has computed."""
         controller, tree, receipt = self._controller, self._controller.tree, self.receipt
         assert receipt is not None, "granted leases hold a receipt"
         if self._num_runs or self._is_using_load or not controller.enabled:
             return
         self._seen = tree.growth
-        boundary = tree.match_deeper(receipt, self.key, len(self) - 1)
+        boundary = tree.match_deeper(receipt, self.key, limit)
         if boundary is None or boundary.depth <= self._computed:
             return
-        unspent, gained = self.unspent, boundary.depth - self._computed
+        gained = boundary.depth - self._computed
         self._take_over(boundary)
-        controller.accounts.promise(self.unspent - unspent)
+        self.settle_promise()
         controller.rematched(self, gained)
 
     def _take_over(self, boundary: Boundary, *, from_host: int = 0) -> None:
@@ -479,9 +458,8 @@ class Lease:
         if self.epoch != self._controller.epoch:
             self._deferred = 0
         elif has_failed:
-            unspent = self.unspent
             self.fall_back()
-            self._controller.accounts.promise(self.unspent - unspent)
+            self.settle_promise()
         elif self._deferred and not self._is_using_load:
             self._publish_deferred()
         if self._closed and not self._fences:
@@ -660,10 +638,8 @@ class Lease:
         self._computed = min(self._computed, length)
         keep = -(-length // self._page_size)
         if keep < self.table.num_pages:
-            unspent = self.unspent
-            accounts = self._controller.accounts
             self._give_back(self.table.cut(keep))
-            accounts.promise(self.unspent - unspent)
+            self.settle_promise()
             self._controller.admission.look_again()
 
     # --- pages ------------------------------------------------------------------------------------
@@ -729,7 +705,7 @@ class Lease:
         if missing > unspent:
             self._controller.check_spare(missing - unspent)
         table.write(table.num_pages, accounts.take(missing))
-        accounts.promise(-min(missing, unspent))
+        self.settle_promise()
 
     def held_pages(self) -> list[PageIds]:
         """Per component, all pages that the lease holds: the tree's, a load's, its own."""
@@ -762,6 +738,14 @@ class Lease:
         if self._load is not None:  # what the table names of a load is paid for by `pages`
             taken += self._load.pages + self.committed // self._page_size - self._own_from
         return max(0, self._admitted_pages - taken)
+
+    def settle_promise(self) -> None:
+        """Bring the accounts in line with `unspent`, after whatever has changed it."""
+        if self.epoch == self._controller.epoch:
+            unspent = self.unspent
+            if unspent != self._promised:
+                self._controller.accounts.promise(unspent - self._promised)
+                self._promised = unspent
 
     def pages_beyond_promise(self, num_tokens: int) -> int:
         """Pages that `num_tokens` tokens would take beyond what the lease has or was promised."""
@@ -847,7 +831,8 @@ class Lease:
         if self._closed or not controller.may_clean_up():
             return
         if self.epoch == controller.epoch:
-            controller.accounts.promise(-self.unspent)
+            controller.accounts.promise(-self._promised)
+            self._promised = 0
         self._closed = True
         if self._load is not None:
             self._load.leave()
@@ -928,20 +913,3 @@ class LeaseContext:
         trace: TracebackType | None,
     ) -> None:
         self._lease.close()
-
-
-def find_chunks(args: Iterable[Any]) -> list[Chunk]:
-    """Chunks among the arguments of a run, and two levels down in lists, tuples and dicts."""
-    found: dict[Chunk, None] = {}
-    level = list(args)
-    for _ in range(3):
-        below: list[Any] = []
-        for arg in level:
-            if isinstance(arg, Chunk):
-                found[arg] = None
-            elif isinstance(arg, (list, tuple)):
-                below += arg
-            elif isinstance(arg, dict):
-                below += arg.values()
-        level = below
-    return list(found)

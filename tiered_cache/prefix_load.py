@@ -74,6 +74,9 @@ class PrefixLoad:
         With `layerwise` the lease can use it before it is there.
         """
         controller = self._controller
+        if timeout == 0:
+            self.shortened = "load_timeout is 0"
+            return
         try:
             async with asyncio.timeout(timeout):
                 # A load of somebody else's may fail above this lease's own: then plan once more,
@@ -114,8 +117,8 @@ class PrefixLoad:
                 transfers.join(load, self)
             else:
                 ids = controller.accounts.take_of(BASE, len(piece.ids))
-                controller.accounts.promise(-len(ids))
                 self.pages += len(ids)
+                lease.settle_promise()
                 end = Boundary(boundary.node, piece.stop)
                 load = transfers.load(
                     end, piece.start, BASE, ids, piece.ids, self, by_layer=layerwise
@@ -134,12 +137,11 @@ class PrefixLoad:
                 load.funder = None
 
         def attempt() -> bool:
-            pages = self.pages
-            if self._lease.epoch == controller.epoch:
-                if min(controller.accounts.room_beside(pages)) < 0:
-                    return False
-                controller.accounts.promise(pages)
+            is_current = self._lease.epoch == controller.epoch
+            if is_current and min(controller.accounts.room_beside(self.pages)) < 0:
+                return False
             self.pages = 0
+            self._lease.settle_promise()
             return True
 
         await controller.admission.admit_first(attempt, controller.check)
@@ -161,7 +163,6 @@ class PrefixLoad:
     def on_load_ended(self, load: Transfer) -> None:
         """In a load's commit beat, while it still holds its path: go on from what it brought."""
         lease, controller = self._lease, self._controller
-        unspent = lease.unspent
         if load.funder is self:
             self.pages -= load.num_pages
             load.funder = None
@@ -173,7 +174,7 @@ class PrefixLoad:
             lease.go_on_from(load, self.end or None)
         if self._using:
             self._check_used(load)
-        controller.accounts.promise(lease.unspent - unspent)
+        lease.settle_promise()
 
     # --- layer by layer ---------------------------------------------------------------------------
 

@@ -65,6 +65,7 @@ class Counters:
     stores: int = 0
     stores_failed: int = 0
     stores_refused: int = 0
+    stores_skipped: int = 0
     pages_stored: int = 0
     leases_dropped_unclosed: int = 0
     background_failures: int = 0

@@ -271,6 +271,8 @@ class Transfers:
         """
         moved = [load for load in self._active if load.has_moved and load.epoch == self._epoch]
         for load in sorted(moved, key=lambda load: load.start):
+            if load not in self._active:
+                continue  # committed by what the commit of another has set off
             if self._tree.is_on_device(load.node, load.start):
                 self._commit(load)
             elif not load.waiters:

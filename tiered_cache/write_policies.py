@@ -8,7 +8,7 @@ copied. Refuses to know: how (transfers), and who wants the room that it makes.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from tiered_cache.errors import StaleError
@@ -22,11 +22,18 @@ if TYPE_CHECKING:
     from tiered_cache.fences import Fences
     from tiered_cache.stats import Counters
     from tiered_cache.transfers import Transfer, Transfers
+    from tiered_cache.tree.node import Node
     from tiered_cache.tree.plans import Piece
     from tiered_cache.tree.radix import RadixTree
 
 MAX_STORES: Final = 4
 """Stores under way at a time. The rest is queued, and pins nothing until it starts."""
+
+STORE_BYTES: Final = 64 << 20
+"""What one store copies at most: with `MAX_STORES`, a bound on what copies pin at a time."""
+
+MAX_QUEUED: Final = 4096
+"""Paths that wait to be copied. More are skipped and counted, and tried again when next used."""
 
 MAX_ROUNDS: Final = 8
 """Rounds of copying victims before somebody gives up without loss: each frees at least a leaf, and
@@ -76,6 +83,8 @@ class Storing(NamedTuple):
     transfers: Transfers
     fences: Fences
     counters: Counters
+    max_pages: int
+    """What one store copies at most."""
     looked: Callable[[], None]
     """To be called when something that was to be started has been, or could not."""
 
@@ -91,6 +100,7 @@ class WriteThrough:
         self._parts = parts
         self._threshold = threshold
         self._queue: deque[Boundary] = deque()
+        self._coming: Counter[Node] = Counter()  # ends of paths that will be copied soon
         self._num_active = 0
         self._is_called = False
         self._loop = asyncio.get_running_loop()
@@ -104,7 +114,11 @@ class WriteThrough:
         while node.parent is not None and node.parent.end >= boundary.depth:
             node = node.parent  # cut since
         if node.data[BASE].host_value is None and node.parent is not None:
+            if len(self._queue) >= MAX_QUEUED:
+                self._parts.counters.stores_skipped += 1
+                return
             self._queue.append(boundary)
+            self._coming[boundary.node] += 1
             self.look_again()
 
     def look_again(self) -> None:
@@ -114,9 +128,14 @@ class WriteThrough:
 
     def reset(self) -> None:
         self._queue.clear()
+        self._coming.clear()
 
     def makes_room(self, num_pages: int) -> bool:
-        return self._num_active > 0 or self._is_called
+        if not self._num_active and not self._is_called:
+            return False
+        # Only for victims whose turn comes: others' copies never end.
+        plan = self._parts.tree.plan_room(BASE, num_pages)
+        return any(victim.node in self._coming for victim in plan.victims)
 
     def _start_some(self) -> None:
         self._is_called = False
@@ -128,6 +147,7 @@ class WriteThrough:
             if self._num_active >= MAX_STORES:
                 return
             boundary = self._queue.popleft()
+            self._comes_no_more(boundary)
             try:
                 is_waiting = not self._start(boundary)
             except StaleError:
@@ -135,16 +155,22 @@ class WriteThrough:
             if is_waiting:
                 self._queue.append(boundary)
 
+    def _comes_no_more(self, boundary: Boundary) -> None:
+        """Copied now, or who knows when."""
+        self._coming[boundary.node] -= 1
+        if self._coming[boundary.node] <= 0:
+            del self._coming[boundary.node]
+
     def _start(self, boundary: Boundary) -> bool:
         """Start the topmost piece that is missing. False when that must wait for spare pages or a
         fence; True also when there is nothing to do."""
-        tree, device, host, transfers, fences, counters, _ = self._parts
+        tree, device, host, transfers, fences, counters, max_pages, _ = self._parts
         piece = self._first_piece(boundary)
         if piece is None:
             return True
-        ids = piece.ids
-        assert ids is not None, "a piece to store says where it is"
-        end = Boundary(boundary.node, piece.stop)
+        assert piece.ids is not None, "a piece to store says where it is"
+        ids = piece.ids[:max_pages]
+        end = Boundary(boundary.node, piece.start + len(ids) * tree.page_size)
         if fences.over(ids) or tree.would_protect(end)[BASE] > device.spare(BASE):
             return False
         rows = host.take_up_to(BASE, len(ids))
@@ -159,6 +185,7 @@ class WriteThrough:
                 # The rest of the path comes next; after a failure it waits for the next use.
                 if store.is_complete and len(rows) == len(ids) and store.epoch == tree.epoch:
                     self._queue.appendleft(boundary)
+                    self._coming[boundary.node] += 1
                 self.look_again()
 
             transfers.store(end, piece.start, BASE, ids[: len(rows)], rows, on_end)
@@ -207,15 +234,17 @@ class WriteBack:
 
     def _start_round(self, num_pages: int) -> bool:
         """Copy the unbacked among the next victims, as far as the host has room for them."""
-        tree, device, host, transfers, fences, counters, _ = self._parts
+        tree, device, host, transfers, fences, counters, max_pages, _ = self._parts
         plan = tree.plan_room(BASE, num_pages)
         for victim in plan.victims:
             pieces = tree.plan_transfer(victim, BASE, Tier.HOST)
             for piece in pieces:
-                ids = piece.ids
-                if ids is None or fences.over(ids):
+                if piece.ids is None:
                     continue
-                end = Boundary(victim.node, piece.stop)
+                ids = piece.ids[:max_pages]
+                end = Boundary(victim.node, piece.start + len(ids) * tree.page_size)
+                if fences.over(ids):
+                    continue
                 if tree.would_protect(end)[BASE] > device.spare(BASE):
                     continue
                 rows = host.take_up_to(BASE, len(ids))

@@ -519,6 +519,23 @@ def test_threads_are_refused() -> None:
     run(program())
 
 
+def test_a_deadlock_names_threads_that_may_be_meant() -> None:
+    """An executor of threads was used by mistake."""
+
+    async def program() -> None:
+        await asyncio.Event().wait()
+
+    done = threading.Event()
+    other = threading.Thread(target=done.wait, name="a pool's thread")
+    other.start()
+    try:
+        with pytest.raises(DeadlockError, match=r"use a SeededExecutor: .*a pool's thread"):
+            run(program())
+    finally:
+        done.set()
+        other.join()
+
+
 # --- the executor ---------------------------------------------------------------------------------
 
 

@@ -22,8 +22,8 @@ from tiered_cache.integrations.transformers import TransformersRunner, generate
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tiered_cache.chunk import Chunk
     from tiered_cache.config import Config
-    from tiered_cache.lease import Chunk
     from tiered_cache.testing.models import ChatModel
 
 NEAR_TIE: Final = 1e-3

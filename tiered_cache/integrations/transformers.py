@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from tiered_cache.cache import UnifiedRadixCache
-    from tiered_cache.lease import Chunk
+    from tiered_cache.chunk import Chunk
     from tiered_cache.pools.device import DevicePools
     from tiered_cache.pools.spec import PoolSpec
 

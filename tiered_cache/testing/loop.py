@@ -292,6 +292,11 @@ class DeterministicLoop(asyncio.BaseEventLoop):
                 for frame in frames_of(task.get_coro())
             ]
             lines.append(f"  {task.get_name()}\n    " + "\n    ".join(places))
+        threads = [thread.name for thread in threading.enumerate() if thread.ident != self._home]
+        if threads:
+            lines.append(
+                f"  threads are not waited for, use a SeededExecutor: {', '.join(threads)}"
+            )
         return "\n".join(lines) or "  no task is left"
 
 

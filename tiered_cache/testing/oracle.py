@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from tiered_cache.cache import UnifiedRadixCache
+    from tiered_cache.chunk import Chunk
     from tiered_cache.keys import RadixKey
-    from tiered_cache.lease import Chunk
     from tiered_cache.pools.spec import PoolSpec
     from tiered_cache.tree.node import Node
     from tiered_cache.types import Namespace, PageIds

@@ -87,6 +87,7 @@ class PrefixLoad:
                         self._use(wanted, stop)
                         return
                     failed = await _first_failure(wanted)
+                    controller.check()
                     if failed is None or failed in self._own:
                         break
         except TimeoutError:

@@ -253,9 +253,7 @@ async def tiers(
     copies = Copies() if copies is None else copies
     made = {"tokens": host_pages * page_size, "write_policy": policy, **(host or {})}
     given = {"copy_executor": copies, **(options or {})}
-    async with rig(
-        pages, options=given, page_size=page_size, host=made, **sections
-    ) as plain:
+    async with rig(pages, options=given, page_size=page_size, host=made, **sections) as plain:
         r = Tiers(plain.cache, copies, policy)
         yield r
         if isinstance(copies, Copies):
@@ -315,9 +313,9 @@ class Watch:
         self._look_around(node)
 
     def _look_around(self, node: Node) -> None:
-        if _is_dead(node):
-            if any(child.data[0].host_value is not None for child in node.children.values()):
-                self.faults.append(f"{node!r} is nowhere, and its child is on the host")
+        below = node.children.values()
+        if _is_dead(node) and any(child.data[0].host_value is not None for child in below):
+            self.faults.append(f"{node!r} is nowhere, and its child is on the host")
         above = node.parent
         while node.data[0].host_value is not None and above is not None and above.parent:
             if _is_dead(above):
@@ -357,4 +355,3 @@ def unreachable(r: Rig) -> list[str]:
         if match.best_length < node.end:
             lost.append(repr(node))
     return lost
-

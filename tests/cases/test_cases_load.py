@@ -73,7 +73,7 @@ async def test_b06_a_revived_node_s_pages_are_not_freed(page_size: int, why: str
             r.fault = lambda job: OSError("no") if job.direction is Direction.LOAD else None
         elif why == "timeout":
             r.copies.shut()
-            options["load_timeout"] = 0.0
+            options["load_timeout"] = 0.01
         async with r.cache.lease(tokens, **options) as lease:
             assert lease.prefix_len == 0
             if why == "timeout":
@@ -266,9 +266,7 @@ async def test_b48_what_has_arrived_is_kept_and_the_rest_goes_home_once(
         await r.host_only(tokens)
         row = r.host_rows(tokens)[fails_at]
         r.fault = lambda job: (
-            OSError("bad page")
-            if job.direction is Direction.LOAD and row in job.host_ids
-            else None
+            OSError("bad page") if job.direction is Direction.LOAD and row in job.host_ids else None
         )
         r.spoil_free_pages()
         r.copies.shut()

@@ -225,7 +225,7 @@ def test_b41_no_host_page_without_its_ancestors(page_size: int, policy: str, see
                 rng = random.Random(1000 * seed + number)
                 for _ in range(60):
                     tokens = random_prompt(rng, page_size)
-                    await r.serve(tokens, load_timeout=rng.choice([None, 0.0, 0.5]))
+                    await r.serve(tokens, load_timeout=rng.choice([None, 0.0, 0.05, 0.5]))
                     r.cache.check_integrity()
                     assert watch.faults == []
 
@@ -292,9 +292,7 @@ def test_b45_no_order_of_copies_mixes_up_bytes(
     async def main() -> None:
         executors = seeded_executors(num_threads=num_threads, durations=(0.0, 0.0, 0.1, 0.7, 3.0))
         copies = executors["copy_executor"]
-        async with tiers(
-            8, 8, policy=policy, options=executors, copies=copies, run_threads=2
-        ) as r:
+        async with tiers(8, 8, policy=policy, options=executors, copies=copies, run_threads=2) as r:
 
             async def client(number: int) -> None:
                 rng = random.Random(10 * seed + number)
@@ -304,7 +302,7 @@ def test_b45_no_order_of_copies_mixes_up_bytes(
                     if rng.random() < 0.4:
                         tokens = r.fork(name, rng.randint(0, 2), rng.choice("XY"))
                     layerwise = rng.random() < 0.3
-                    await serve(r, tokens, layerwise, rng.choice([None, None, 0.0, 0.2]))
+                    await serve(r, tokens, layerwise, rng.choice([None, None, 0.0, 0.05, 0.2]))
 
             await asyncio.gather(*map(client, range(4)))
             await r.cache.drain()

@@ -303,7 +303,8 @@ def test_forked_and_imported_it_touches_nothing() -> None:
             return (
                 torch.get_num_threads(), torch.get_num_interop_threads(), gc.get_threshold(),
                 gc.isenabled(), gc.get_freeze_count(), type(asyncio.get_event_loop_policy()),
-                sum(not t.name.startswith('tiered-cache') for t in threading.enumerate()), sys.getswitchinterval(), list(warnings.filters),
+                sum(not t.name.startswith("tiered-cache") for t in threading.enumerate()),
+                sys.getswitchinterval(), list(warnings.filters),
             )
         torch.set_num_threads(1)
         import numpy, pydantic, yaml

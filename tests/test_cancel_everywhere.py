@@ -20,7 +20,14 @@ import uvloop
 
 import tiered_cache
 from tests.lease_helpers import P, Rig, chunk_of, seq, settings, start, turns
-from tiered_cache import EvictParams, RadixKey, StaleError, UnifiedRadixCache, controller
+from tiered_cache import (
+    EvictParams,
+    LoadFailed,
+    RadixKey,
+    StaleError,
+    UnifiedRadixCache,
+    controller,
+)
 from tiered_cache.ranks import Ranks
 from tiered_cache.testing.awaits import Coverage, assert_nothing_left, cancel_everywhere
 from tiered_cache.testing.loop import HANG, DeterministicLoop, SeededExecutor, SeededJob
@@ -29,11 +36,6 @@ NEVER: Final = {
     "admission.py AdmissionQueue.admit: async with asyncio.timeout(timeout)": "sets a timer",
     "controller.py HybridCacheController.aclose: async with asyncio.timeout(limit)": "sets a timer",
     "prefix_load.py PrefixLoad.bring: async with asyncio.timeout(timeout)": "sets a timer",
-    "prefix_load.py PrefixLoad.settled: await load.ended.wait()": "nobody calls it",
-    "controller.py HybridCacheController._lift_when: await ready": "only a close ends it, and then "
-    "nobody knows when the pages are written: they stay quarantined, which fails every test",
-    "controller.py HybridCacheController._wait_for_device: await run_to_end("
-    "submit(self._executors.io, event.synchronize), self._given_up)": "(same)",
     "cache.py UnifiedRadixCache.evict_host: await self._engine.evict_host(params)": "gives up at "
     "once; a coroutine as `evict` is, and because a tier below may make it wait",
 }
@@ -88,10 +90,15 @@ async def stage(
     *,
     slow: bool = False,
     slow_copies: bool = False,
+    copy_threads: int = 1,
+    copy_s: float = 0.0,
     ranks: Ranks | None = None,
     **sections: Any,
 ) -> AsyncIterator[Stage]:
-    options = {**executors(slow=slow, slow_copies=slow_copies), "ranks": ranks}
+    options = {**executors(slow=slow), "ranks": ranks}
+    options["copy_executor"] = executor(
+        slow=slow_copies and not copy_s, num_threads=copy_threads, seconds=copy_s
+    )
     async with UnifiedRadixCache.open(settings(pages, **sections), **options) as cache:
         made = Stage(cache)
         yield made
@@ -102,12 +109,12 @@ async def stage(
 
 
 @contextlib.asynccontextmanager
-async def stage_with_a_on_the_host(**how: Any) -> AsyncIterator[Stage]:
-    """Six pages of a sequence A are on the host, none on the device, which has eight."""
-    async with stage(pages=8, slow_copies=True, host=HOST, **how) as s:
+async def stage_with_a_on_the_host(pages: int = 8, **how: Any) -> AsyncIterator[Stage]:
+    """Six pages of a sequence A are on the host, none on the device."""
+    async with stage(pages, slow_copies=True, host=HOST, **how) as s:
         await s.serve(seq("A", 24))
         await s.cache.drain()
-        await s.cache.evict(EvictParams(num_tokens=8 * P))
+        await s.cache.evict(EvictParams(num_tokens=pages * P))
         assert s.hit(seq("A", 24)) == 0
         yield s
 
@@ -121,9 +128,9 @@ def executors(*, slow: bool, slow_copies: bool = False, slow_io: bool = False) -
     }
 
 
-def executor(*, slow: bool) -> SeededExecutor:
-    loop = asyncio.get_running_loop()
-    return SeededExecutor(loop, durations=(0.0,), fault=end_later if slow else None)
+def executor(*, slow: bool, num_threads: int = 1, seconds: float = 0.0) -> SeededExecutor:
+    loop, fault = asyncio.get_running_loop(), end_later if slow else None
+    return SeededExecutor(loop, num_threads=num_threads, durations=(seconds,), fault=fault)
 
 
 def end_later(job: SeededJob) -> float:
@@ -367,8 +374,8 @@ async def a_request_that_joins_anothers_load() -> AsyncIterator[Work]:
 @scenario
 async def a_request_that_gives_up_waiting_for_its_load() -> AsyncIterator[Work]:
     """Its pages are with the copier, so it queues for others."""
-    async with stage_with_a_on_the_host() as s:
-        yield s.serve(seq("A", 24), load_timeout=0)
+    async with stage_with_a_on_the_host(copy_s=0.01) as s:
+        yield s.serve(seq("A", 24), load_timeout=0.001)
 
 
 @scenario
@@ -386,10 +393,40 @@ async def a_model_that_waits_for_layers_of_its_prefix() -> AsyncIterator[Work]:
 
 
 @scenario
+async def a_model_whose_prefix_is_lost_above_what_it_loads_itself() -> AsyncIterator[Work]:
+    """It goes on when its own pages are back."""
+    async with stage_with_a_on_the_host(pages=16, copy_threads=2) as s:
+        s.other(s.cache.load_back(RadixKey(seq("A", 24)), limit=12))
+        copies = s.cache._controller._executors.copy
+        assert isinstance(copies, SeededExecutor)
+        while not copies.running:
+            await asyncio.sleep(0)
+        copies.running[0].fail(OSError("a bad copy"))
+
+        async def request() -> None:
+            async with s.cache.lease(seq("A", 24), layerwise=True) as lease:
+                with contextlib.suppress(LoadFailed):
+                    await lease.wait_layer(0)
+                await s.compute(lease)
+
+        yield request()
+
+
+@scenario
 async def a_prefix_loaded_by_hand() -> AsyncIterator[Work]:
     """As engines do that own their requests."""
     async with stage_with_a_on_the_host() as s:
         yield s.cache.load_back(RadixKey(seq("A", 24)))
+
+
+@scenario
+async def room_made_by_hand_where_copies_hold_it() -> AsyncIterator[Work]:
+    """What is being copied cannot go before that has ended."""
+    async with stage(pages=8, slow_copies=True, host=HOST) as s:
+        await s.serve(seq("A", 24))
+        await turns(3)
+        assert s.cache._controller.is_storing
+        yield s.cache.evict(EvictParams(num_tokens=8 * P))
 
 
 @scenario

@@ -16,6 +16,8 @@ pytestmark = pytest.mark.timeout(300)
 
 DEMO = [sys.executable, "-c", "from tiered_cache.cli.app import main; main()", "demo"]
 
+CONFIGS = Path(__file__).parent.parent / "configs"
+
 
 def test_two_chats_say_the_same_sooner(tmp_path: Path) -> None:
     """In a process of its own: the demo sets torch's threads and the gc for its whole process."""
@@ -34,15 +36,44 @@ def test_two_chats_say_the_same_sooner(tmp_path: Path) -> None:
     assert float(ratio.removesuffix(" ×")) >= 3  # 10 or more alone; CI machines are busy
 
 
+def test_a_host_tier_carries_chats_that_the_device_cannot_hold(tmp_path: Path) -> None:
+    """Two tenants take turns on a device that holds one's prompt: the host brings back the
+    other's, sooner than computing it although the load counts."""
+    plot = tmp_path / "plot.png"
+    more = ["--chats=2", "--turns=2", "--new-tokens=8", f"--out={plot}", "--no-progress"]
+    command = [*DEMO, f"--config={CONFIGS / 'host.yaml'}", *more]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert "Same answers: 32 tokens" in done.stdout
+    assert _cells(done.stdout, "prompt tokens from device")[:2] == ["0", "0"]
+    assert _cells(done.stdout, "prompt tokens from host")[:2] == ["0", f"{(66 + 66) * 16:,}"]
+    assert _cells(done.stdout, "turn 2 ")[:4] == ["0", f"{(66 + 66) * 16:,}", "66", "2"]
+    assert "Host tier: 2 of 4 requests hit it, 136 pages stored, 132 loaded; " in done.stdout
+    for percentile in ("median", "p95"):
+        (ratio,) = _cells(done.stdout, f"TTFT with its load, host hit, {percentile}")[2:]
+        assert float(ratio.removesuffix(" ×")) >= 4  # 10 or more
+
+
+def test_a_host_tier_that_is_never_hit_is_said(tmp_path: Path) -> None:
+    """One chat fits the device: the answers are right, and what the demo was to show is not."""
+    more = ["--chats=1", "--turns=1", "--new-tokens=1", f"--out={tmp_path / 'plot.png'}"]
+    command = [*DEMO, f"--config={CONFIGS / 'host.yaml'}", *more, "--no-progress"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "Same answers: 1 tokens" in done.stdout
+    assert "NO HOST HIT: 66 pages stored, 0 loaded." in done.stdout
+
+
 def _cells(text: str, name: str) -> list[str]:
-    line = next(line for line in text.splitlines() if name in line)
+    line = next(line for line in text.splitlines() if line.startswith(f"│ {name}"))
     return [cell.strip() for cell in line.strip("│").split("│")[1:]]
 
 
 def test_settings_that_cannot_hold_a_prompt_are_said(tmp_path: Path) -> None:
     """Too small a device tier in `--config`: an error with numbers, no traceback."""
     settings = tmp_path / "small.yaml"
-    text = (Path(__file__).parent.parent / "configs" / "demo.yaml").read_text()
+    text = (CONFIGS / "demo.yaml").read_text()
     settings.write_text(re.sub(r"tokens: \d+", "tokens: 512", text))
     command = [*DEMO, f"--config={settings}", "--chats=2", f"--out={tmp_path / 'plot.png'}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -17,13 +17,13 @@ from tiered_cache.engine import Engine
 from tiered_cache.errors import ClosedError
 from tiered_cache.jobs import DaemonExecutor, run_to_end, submit
 from tiered_cache.keys import RadixKey, check_token
-from tiered_cache.lease import Lease, LeaseContext
+from tiered_cache.lease import Lease
 from tiered_cache.ranks import SingleRank
 from tiered_cache.types import MatchPrefixParams, Tier, seconds, whole_number
 
 if TYPE_CHECKING:
     import concurrent.futures
-    from collections.abc import Callable, Generator, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
     from types import TracebackType
 
     import torch
@@ -145,7 +145,30 @@ class UnifiedRadixCache:
         lease = Lease(
             self._controller, key, priority=priority, reserve=reserve, layerwise=layerwise is True
         )
-        return LeaseContext(lease, timeout, load_timeout)
+        return LeaseContext(lease, partial(self._grant, timeout, load_timeout))
+
+    async def _grant(self, timeout: float | None, load_timeout: float | None, lease: Lease) -> None:
+        """The way of every request to its prefix: admission, what the device has, what the host
+        has.
+
+        Each `await` marks where the world may change, so each step matches anew.
+        """
+        lease.check_fits()
+        while True:
+            limit = lease.reusable
+            if not self._controller.ranks.is_alone:
+                limit = await lease.agree_on_reusable()
+            await lease.admit(limit, timeout)  # match → hold
+            if not lease.may_be_longer:
+                return
+            try:
+                await lease.load_back(limit, load_timeout)  # host → device
+            except BaseException:
+                lease.close()
+                raise
+            if not lease.is_stale:
+                return
+            lease.start_over()  # a reset came between
 
     async def acquire(self, tokens: Any, **options: Any) -> Lease:
         """`lease` for callers whose requests do not fit a block: end it with `await
@@ -430,6 +453,32 @@ def _all_leases(leases: Sequence[Lease]) -> Sequence[Lease]:
         if not isinstance(lease, Lease):
             raise TypeError(f"a batch is made of leases, not of {type(lease).__name__}")
     return leases
+
+
+class LeaseContext:
+    """`async with cache.lease(…) as lease`."""
+
+    __slots__ = ("_entered", "_grant", "_lease")
+
+    def __init__(self, lease: Lease, grant: Callable[[Lease], Awaitable[None]]) -> None:
+        self._lease = lease
+        self._grant = grant
+        self._entered = False
+
+    async def __aenter__(self) -> Lease:
+        if self._entered:  # also while it still waits: granted twice, it would hold two prefixes
+            raise ClosedError("this lease was entered before: ask the cache for a new one")
+        self._entered = True
+        await self._grant(self._lease)
+        return self._lease
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._lease.close()
 
 
 class Opening:

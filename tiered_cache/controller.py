@@ -16,27 +16,21 @@ import threading
 import weakref
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-import numpy as np
-
+from tiered_cache import ledger
 from tiered_cache.accounts import HostPages, PageAccounts
 from tiered_cache.admission import AdmissionQueue
 from tiered_cache.claims import Claims
-from tiered_cache.errors import (
-    CapacityError,
-    ClosedError,
-    IntegrityError,
-    StaleError,
-    WrongThreadError,
-)
+from tiered_cache.errors import CapacityError, ClosedError, StaleError, WrongThreadError
 from tiered_cache.fences import Fences, as_awaitable, is_device_event
 from tiered_cache.jobs import Supervisor, run_to_end, submit
 from tiered_cache.layers import LayerWaits
 from tiered_cache.lent import LentPages
 from tiered_cache.observe import Event, EventKind, Observers
-from tiered_cache.stats import CacheStats, Counters, PoolStats
+from tiered_cache.stats import CacheStats, Counters
 from tiered_cache.transfer.mover import Mover
 from tiered_cache.transfers import Transfers
 from tiered_cache.types import Outstanding, Tier
@@ -51,11 +45,10 @@ from tiered_cache.write_policies import (
 
 if TYPE_CHECKING:
     import concurrent.futures
-    from collections.abc import Awaitable, Callable, Coroutine, Sequence
+    from collections.abc import Callable, Coroutine, Sequence
 
     import torch
 
-    from tiered_cache.accounts import TierPages
     from tiered_cache.chunk import Chunk
     from tiered_cache.fences import Fence
     from tiered_cache.lease import Lease
@@ -296,6 +289,10 @@ class HybridCacheController:
                 holders = tuple(repr(lease) for lease in self.all_leases())
                 raise self._capacity_error("no room beyond the reserve", index, num_pages, holders)
 
+    def no_room_elsewhere(self, num_pages: int) -> CapacityError:
+        """What a rank raises that has the pages itself."""
+        return self._capacity_error("another rank has no room for it", 0, num_pages)
+
     def _capacity_error(
         self, message: str, index: int, needed: int, held_by: tuple[str, ...] = ()
     ) -> CapacityError:
@@ -495,7 +492,7 @@ class HybridCacheController:
         found = {lease.id: lease for lease in holders}
         return [found[lease_id] for lease_id in sorted(found)]
 
-    def _current_leases(self) -> list[Lease]:
+    def current_leases(self) -> list[Lease]:
         """Those of this epoch."""
         return [lease for lease in self.all_leases() if lease.epoch == self.epoch]
 
@@ -505,6 +502,11 @@ class HybridCacheController:
         """Whether copies under way will save what would be dropped for so many more pages."""
         short = self.accounts.short(num_pages)
         return short > 0 and self.write_policy.makes_room(short)
+
+    @property
+    def is_storing(self) -> bool:
+        """Whether pages are held by copies to the host that will end."""
+        return any(transfer.target is Tier.HOST for transfer in self.transfers or ())
 
     def layer_waits(self, loads: Sequence[Transfer]) -> LayerWaits:
         """What a lease's model waits for, layer by layer."""
@@ -517,21 +519,21 @@ class HybridCacheController:
         Raises:
             TypeError: `ready` is nothing to wait for.
         """
-        work = self._wait_for_device(ready) if is_device_event(ready) else as_awaitable(ready)
+        if is_device_event(ready):  # it blocks a thread: not the loop's, nor that of the copies
+            waits = asyncio.wrap_future(submit(self._executors.io, ready.synchronize))
+        else:
+            waits = asyncio.ensure_future(as_awaitable(ready))
         fence = self.fences.raise_over(ids, on_lift)
-        self.spawn(self._lift_when(fence, work), "fence")
+        # Not the supervisor's: a fence that stands at the close is lifted when it may be.
+        waits.add_done_callback(partial(self._lift, fence))
         return fence
 
-    async def _wait_for_device(self, event: Any) -> None:
-        """A CUDA event blocks its thread, so it is not the loop's, nor that of the copies."""
-        await run_to_end(submit(self._executors.io, event.synchronize), self._given_up)
-
-    async def _lift_when(self, fence: Fence, ready: Awaitable[object]) -> None:
-        try:
-            await ready
-        except Exception:
+    def _lift(self, fence: Fence, waits: asyncio.Future[Any]) -> None:
+        if waits.cancelled():
+            return  # nobody will ever know: its pages stay where they are
+        if (error := waits.exception()) is not None and not self.closed:
             # Nobody knows what the pages hold, and others may have taken them over.
-            log.exception("`ready` of a commit failed: the cache is reset")
+            log.error("`ready` of a commit failed: the cache is reset", exc_info=error)
             self.reset()
         self.fences.lift(fence)
 
@@ -549,7 +551,7 @@ class HybridCacheController:
         """Whether anything is in flight: a run, a quarantine, background work."""
         if self._runs or self._ending or self._dropped or self._supervisor.num_running:
             return True
-        return bool(self.transfers) or self.write_policy.is_busy
+        return bool(self.transfers) or bool(self.fences) or self.write_policy.is_busy
 
     def calmed(self) -> None:
         """Something in flight has ended: let `drain` and the admission queue look again."""
@@ -577,7 +579,7 @@ class HybridCacheController:
 
         Pages of leases stay quarantined until the lease has ended; all others are free at once.
         """
-        held = [lease.held_pages() for lease in self._current_leases()]
+        held = [lease.held_pages() for lease in self.current_leases()]
         held.append(self.lent.held())
         held_host: list[list[PageIds]] = []
         if self.transfers is not None:
@@ -654,116 +656,25 @@ class HybridCacheController:
 
     def outstanding(self) -> list[Outstanding]:
         """All that somebody holds, oldest first."""
-        now = self.now()
-        found = []
-        for lease in self.all_leases():
-            kind = "lease"
-            if lease.id in self._ending:
-                kind = "quarantine"
-            elif lease.epoch != self.epoch:
-                kind = "stale lease"
-            held = zip(self.tree.components, lease.held_pages(), strict=True)
-            pages = {str(component.id): len(ids) for component, ids in held}
-            found.append(Outstanding(kind, repr(lease), now - lease.granted_at, pages))
-        for transfer in self.transfers or ():
-            pages = {str(self.tree.components[transfer.component].id): transfer.num_pages}
-            kind = transfer.kind if transfer.epoch == self.epoch else f"stale {transfer.kind}"
-            found.append(Outstanding(kind, repr(transfer), now - transfer.started_at, pages))
-        return found
+        return ledger.outstanding(self)
 
     def stats(self) -> CacheStats:
-        leases = self._current_leases()
-        pools = {}
-        host = {}
-        for index, component in enumerate(self.tree.components):
-            private = {lease.id: len(lease.private_pages()[index]) for lease in leases}
-            ending = sum(private[lease.id] for lease in leases if lease.id in self._ending)
-            pool = self._pool_stats(self.accounts, Tier.DEVICE, index)
-            pools[str(component.id)] = replace(
-                pool,
-                private=sum(private.values()) - ending + len(self.lent.pages(index)),
-                quarantined=pool.quarantined + ending,
-                unspent=self.accounts.promised[index],
-            )
-            if self.host_pages is not None:
-                host[str(component.id)] = self._pool_stats(self.host_pages, Tier.HOST, index)
-        counters = Counters(**{name: getattr(self.counters, name) for name in Counters.__slots__})
-        counters.background_failures = self._supervisor.num_failures
-        num_leases = sum(lease.id not in self._ending for lease in leases)
-        return CacheStats(
-            pools,
-            host,
-            self.tree.num_nodes,
-            num_leases,
-            len(self.admission),
-            len(self._runs),
-            counters,
-        )
+        return ledger.stats(self)
 
     def check_integrity(self) -> None:
         """Prove the tree's invariants, the page accounts and that no page has two owners (§2)."""
         self.tree.check_integrity()
-        faults = []
-        leases = self._current_leases()
-        stats = self.stats()
-        for index, (name, pool) in enumerate(stats.pools.items()):
-            promised = sum(lease.unspent for lease in leases)
-            if pool.unspent != promised:
-                faults.append(f"{name}: {pool.unspent} pages are promised, leases say {promised}")
-            if pool.free + pool.evictable < pool.unspent:
-                faults.append(f"{name}: more is promised than there is: {pool}")
-            private = [lease.private_pages()[index] for lease in leases]
-            private.append(self.lent.pages(index))
-            faults += self._wrong_owners(self.accounts, Tier.DEVICE, index, private)
-            if self.host_pages is not None:
-                faults += self._wrong_owners(self.host_pages, Tier.HOST, index, [])
-        for tier, pools in (("device", stats.pools), ("host", stats.host)):
-            faults += [
-                f"{name} on the {tier}: {pool} adds up to {pool.total}"
-                for name, pool in pools.items()
-                if pool.total != pool.capacity
-            ]
-        for lease in leases:
-            faults += lease.check_table()
-        if faults:
-            raise IntegrityError("\n".join(faults))
+        ledger.check(self)
 
-    def _pool_stats(self, pages: TierPages, tier: Tier, index: int) -> PoolStats:
-        """Where a component's pages on a tier are, without those of leases."""
-        allocator, component = pages.allocators[index], self.tree.components[index]
-        sizes = component.device if tier is Tier.DEVICE else component.host
-        quarantined, in_flight = len(pages.stale(index)), 0
-        if self.transfers is not None:
-            quarantined += self.transfers.num_retired(tier, index)
-            in_flight = self.transfers.num_in_flight(tier, index)
-        return PoolStats(
-            capacity=allocator.capacity,
-            free=allocator.num_free,
-            evictable=sizes.evictable,
-            protected=sizes.protected,
-            quarantined=quarantined,
-            in_flight=in_flight,
-        )
+    def is_ending(self, lease: Lease) -> bool:
+        """Whether it is closed, and a run or a device still touches its pages."""
+        return lease.id in self._ending
 
-    def _wrong_owners(
-        self, pages: TierPages, tier: Tier, index: int, private: list[PageIds]
-    ) -> list[str]:
-        component, allocator = self.tree.components[index], pages.allocators[index]
-        owners = np.zeros(allocator.capacity, dtype=np.int32)
-        held = [allocator.free_ids(), pages.stale(index), *private]
-        if self.transfers is not None:
-            held += [by_component[index] for by_component in self.transfers.held(tier)]
-        for node in self.tree.nodes():
-            data = node.data[index]
-            value = data.value if tier is Tier.DEVICE else data.host_value
-            if value is not None:
-                held.append(value)
-        for ids in held:
-            np.add.at(owners, ids, 1)
-        wrong = np.flatnonzero(owners != 1)
-        if not len(wrong):
-            return []
-        return [
-            f"{component.id}: pages {wrong.tolist()} on the {tier.value} have "
-            f"{owners[wrong].tolist()} owners"
-        ]
+    @property
+    def num_runs(self) -> int:
+        """Runs that are active or queued."""
+        return len(self._runs)
+
+    @property
+    def num_background_failures(self) -> int:
+        return self._supervisor.num_failures

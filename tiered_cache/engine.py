@@ -13,6 +13,7 @@ import numpy as np
 
 from tiered_cache.page_table import PageTable
 from tiered_cache.publish import publish
+from tiered_cache.tree.components.base import join_each
 from tiered_cache.tree.node import BASE
 from tiered_cache.types import Boundary, EvictResult, MatchPrefixParams, Tier, whole_number
 
@@ -209,21 +210,31 @@ class Engine:
 
     async def evict(self, params: EvictParams) -> EvictResult:
         """Have so much of the device free besides what is promised, as far as that can be; what
-        the host lacks is copied there first, if the write policy has it so.
+        the host lacks is copied there first, if the write policy has it so, and what is being
+        copied is waited for.
 
         Returns what was given up; its ids have gone home.
         """
         self._controller.check()
         need = self._targets(params)
-        while self._controller.waits_for_copies(max(need)):
+        found = []
+        while True:
+            while self._controller.waits_for_copies(max(need)):
+                await self._controller.changed()
+            found.append(self._accounts.evict(self._missing(need)))
+            if not any(self._missing(need)) or not self._controller.is_storing:
+                return _sum(found)
             await self._controller.changed()
-        short = [
+
+    def _missing(self, need: Sequence[int]) -> list[int]:
+        """Per component, pages to evict before so many are free."""
+        accounts = self._accounts
+        return [
             max(0, pages + promised - allocator.num_free) if pages else 0
             for pages, promised, allocator in zip(
-                need, self._accounts.promised, self._accounts.allocators, strict=True
+                need, accounts.promised, accounts.allocators, strict=True
             )
         ]
-        return self._accounts.evict(short)
 
     async def evict_host(self, params: EvictParams) -> EvictResult:
         """Give up so much of the host, mirrors first. Returns what was given up."""
@@ -257,6 +268,17 @@ class Engine:
             await _Loader(self._controller).load(params)
         self._controller.check()
         return self._tree.match_prefix(params).device_length
+
+
+def _sum(results: Sequence[EvictResult]) -> EvictResult:
+    """Several evictions as one."""
+    if len(results) == 1:
+        return results[0]
+    return EvictResult(
+        device=join_each(list(zip(*(result.device for result in results), strict=True))),
+        host=join_each(list(zip(*(result.host for result in results), strict=True))),
+        dropped_tokens=sum(result.dropped_tokens for result in results),
+    )
 
 
 class _Loader:

@@ -78,7 +78,7 @@ def is_device_event(ready: Any) -> bool:
 def as_awaitable(ready: Any) -> Awaitable[object]:
     """What a caller gave as `ready`, as something to await on the loop.
 
-    An awaitable, or an event with an async `wait` (`asyncio.Event`).
+    An awaitable, or an event with an async `wait` (`asyncio.Event`). A coroutine becomes a task.
 
     Raises:
         TypeError: neither.

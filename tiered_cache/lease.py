@@ -37,7 +37,6 @@ from tiered_cache.types import Boundary, Hits, MatchPrefixParams, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from types import TracebackType
 
     from tiered_cache.controller import HybridCacheController
     from tiered_cache.fences import Fence
@@ -140,42 +139,46 @@ class Lease:
 
     # --- grant ------------------------------------------------------------------------------------
 
-    async def grant(self, timeout: float | None, load_timeout: float | None) -> None:
-        """Wait for admission, hold the longest prefix that is on the device, and load what the host
-        has beyond it.
-
-        Raises:
-            AdmissionTimeout: not admitted in time. CapacityError: never will be. ClosedError: the
-                cache was closed meanwhile. Nothing is held in any case.
-        """
+    def check_fits(self) -> None:
+        """Raise `CapacityError` for what the device tier could never hold."""
         controller = self._controller
         controller.check()
         if self._admitted_pages > controller.accounts.smallest:
             controller.check_fits(self._admitted_pages, self._admitted_len)
         self.table.make_room(self._admitted_pages)
-        limit = self.prompt_len - 1 if controller.enabled else 0  # at least one token is computed
-        if not controller.ranks.is_alone:
-            limit = await controller.agree(f"grant {self.id}", limit, self._reach(limit))
-        attempt = partial(self._try_grant, limit)
-        while True:
-            if not controller.admission.admit_now(attempt):
-                await controller.admission.admit(attempt, timeout, controller.check)
-            if controller.transfers is None or self._full_hit_length <= self._computed:
-                return
-            self._load = PrefixLoad(self, controller)
-            try:
-                await self._load.bring(limit, load_timeout, layerwise=self._layerwise)
-            except BaseException:
-                self.close()
-                raise
-            if self.epoch == controller.epoch:
-                return
-            self._start_over()
 
-    def _reach(self, limit: int) -> int:
-        """Tokens that device and host have now."""
-        match = self._controller.tree.match_prefix(MatchPrefixParams(self.key, limit))
-        return match.best_length
+    @property
+    def reusable(self) -> int:
+        """Tokens that may be reused: at least one is always computed (semantics §11.2)."""
+        return self.prompt_len - 1 if self._controller.enabled else 0
+
+    async def agree_on_reusable(self) -> int:
+        """`reusable`, as far as every rank has it on some tier."""
+        controller, limit = self._controller, self.reusable
+        match = controller.tree.match_prefix(MatchPrefixParams(self.key, limit))
+        return await controller.agree(f"grant {self.id}", limit, match.best_length)
+
+    async def admit(self, limit: int, timeout: float | None) -> None:
+        """Wait for a place, and in the very step in which there is one, hold what the device has of
+        the first `limit` tokens."""
+        admission, attempt = self._controller.admission, partial(self._try_grant, limit)
+        if not admission.admit_now(attempt):
+            await admission.admit(attempt, timeout, self._controller.check)
+
+    @property
+    def may_be_longer(self) -> bool:
+        """Whether the host has something beyond what it holds."""
+        return self._full_hit_length > self._computed and self._controller.transfers is not None
+
+    async def load_back(self, limit: int, timeout: float | None) -> None:
+        """Bring what the host has of the first `limit` tokens; less, if it does not come."""
+        self._load = PrefixLoad(self, self._controller)
+        await self._load.bring(limit, timeout, layerwise=self._layerwise)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a `reset()` came since it was admitted."""
+        return self.epoch != self._controller.epoch
 
     def _try_grant(self, limit: int) -> bool:
         controller, tree = self._controller, self._controller.tree
@@ -209,8 +212,8 @@ class Lease:
             self._computed = depth
         self.committed = depth
 
-    def _start_over(self) -> None:
-        """A reset came while it waited for a load: it holds nothing that is still there."""
+    def start_over(self) -> None:
+        """What it was admitted with is gone (a reset): it is as it was before."""
         self.close()
         self.prefix_len = self.committed = self._computed = self._promised = 0
         self._reused = self._reused_host = 0
@@ -331,7 +334,7 @@ class Lease:
             length = self.key.num_tokens
             if self.frontier >= length:
                 return None
-            if self._load is not None and self._load.pages:
+            if self._load is not None and self._load.pages and not self._is_using_load:
                 await self._load.settled()
                 continue
             if not controller.ranks.is_alone:
@@ -346,9 +349,13 @@ class Lease:
             await claim.released.wait()
         stop = start + max_tokens
         if stop >= length:
-            return self._hand_out(start, length)
-        whole = stop - stop % self._page_size
-        return self._hand_out(start, whole if whole > start else stop)
+            stop = length
+        else:
+            whole = stop - stop % self._page_size
+            stop = whole if whole > start else stop
+        if not controller.ranks.is_alone:
+            await self._agree_on_room(stop)
+        return self._hand_out(start, stop)
 
     async def _agree_on_rematch(self) -> None:
         """Go on from what others have published on all ranks."""
@@ -359,6 +366,17 @@ class Lease:
         limit = await controller.agree(f"chunk {self.id} {self.frontier}", limit, reach)
         self.check()
         self._rematch(limit)
+
+    async def _agree_on_room(self, stop: int) -> None:
+        """Raise `CapacityError` on all ranks when one has no pages up to `stop`."""
+        controller = self._controller
+        beyond = self.pages_beyond_promise(stop)
+        has_room = min(controller.accounts.room_beside(beyond)) >= 0
+        agreed = await controller.ranks.agree(f"room {self.id} {stop}", [stop] if has_room else [])
+        self.check()
+        if stop not in agreed:
+            controller.check_spare(beyond)
+            raise controller.no_room_elsewhere(beyond)
 
     def _rematch(self, limit: int) -> None:
         """Go on from what others have published, if that is beyond what this lease has computed."""
@@ -420,6 +438,8 @@ class Lease:
     def _hand_out(self, start: int, stop: int) -> Chunk:
         self._take_pages(-(-stop // self._page_size))
         self._controller.counters.chunks += 1
+        if self._load is not None and not (self._is_using_load or self._load.has_failed):
+            self.layers = NO_LOADS  # what failed is nothing to this chunk: it goes on from below
         return Chunk(self, start, stop)
 
     async def run(self, fn: Callable[..., T], *args: Any) -> T:
@@ -835,6 +855,8 @@ class Lease:
             self._promised = 0
         self._closed = True
         if self._load is not None:
+            if self._is_using_load:
+                self._deferred = 0  # it stands on pages that may never come
             self._load.leave()
         is_running = self._num_runs > 0 or bool(self._fences)
         if not is_running:
@@ -886,30 +908,3 @@ class Lease:
             warnings.warn(
                 f"{self!r} was dropped without being closed", ResourceWarning, stacklevel=2
             )
-
-
-class LeaseContext:
-    """`async with cache.lease(…) as lease`."""
-
-    __slots__ = ("_entered", "_lease", "_load_timeout", "_timeout")
-
-    def __init__(self, lease: Lease, timeout: float | None, load_timeout: float | None) -> None:
-        self._lease = lease
-        self._timeout = timeout
-        self._load_timeout = load_timeout
-        self._entered = False
-
-    async def __aenter__(self) -> Lease:
-        if self._entered:  # also while it still waits: granted twice, it would hold two prefixes
-            raise ClosedError("this lease was entered before: ask the cache for a new one")
-        self._entered = True
-        await self._lease.grant(self._timeout, self._load_timeout)
-        return self._lease
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._lease.close()

@@ -38,7 +38,6 @@ class PrefixLoad:
         "_controller",
         "_lease",
         "_loads",
-        "_own",
         "_using",
         "end",
         "has_failed",
@@ -50,7 +49,6 @@ class PrefixLoad:
         self._lease = lease
         self._controller = controller
         self._loads: dict[Transfer, None] = {}  # all that it has waited for
-        self._own: set[Transfer] = set()  # those of them that it has started
         self._using: Sequence[Transfer] = ()  # while the lease's table names their pages
         self.pages = 0
         self.end = 0
@@ -86,9 +84,10 @@ class PrefixLoad:
                     if layerwise:
                         self._use(wanted, stop)
                         return
+                    own = [load for load in wanted if load.funder is self]
                     failed = await _first_failure(wanted)
                     controller.check()
-                    if failed is None or failed in self._own:
+                    if failed is None or failed in own:
                         break
         except TimeoutError:
             controller.counters.load_timeouts += 1
@@ -124,7 +123,6 @@ class PrefixLoad:
                 load = transfers.load(
                     end, piece.start, BASE, ids, piece.ids, self, by_layer=layerwise
                 )
-                self._own.add(load)
             loads.append(load)
             self._loads[load] = None
         return loads, boundary.depth

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.case_helpers import PAGE_SIZES, Copies, Tiers, tiers
 from tests.lease_helpers import start, turns
-from tests.tier_helpers import PAGE_SIZES, Copies, Tiers, tiers
 from tiered_cache import Lease
 from tiered_cache.errors import IntegrityError
 from tiered_cache.transfer import copier
@@ -68,7 +68,7 @@ async def test_b06_a_revived_node_s_pages_are_not_freed(page_size: int, why: str
     async with tiers(12, page_size=page_size, host={"load_back_threshold": threshold}) as r:
         tokens = r.prompt("A", 4)
         await r.host_only(tokens)
-        options = {}
+        options: dict[str, Any] = {}
         if why == "failure":
             r.fault = lambda job: OSError("no") if job.direction is Direction.LOAD else None
         elif why == "timeout":

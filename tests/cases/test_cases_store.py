@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.lease_helpers import start, turns
-from tests.tier_helpers import (
+from tests.case_helpers import (
     PAGE_SIZES,
     POLICIES,
     Copies,
@@ -22,6 +21,7 @@ from tests.tier_helpers import (
     tiers,
     unreachable,
 )
+from tests.lease_helpers import start, turns
 from tiered_cache import LoadFailed
 from tiered_cache.transfer import copier
 from tiered_cache.transfer.copier import Direction
@@ -302,13 +302,13 @@ def test_b45_no_order_of_copies_mixes_up_bytes(
                     if rng.random() < 0.4:
                         tokens = r.fork(name, rng.randint(0, 2), rng.choice("XY"))
                     layerwise = rng.random() < 0.3
-                    await serve(r, tokens, layerwise, rng.choice([None, None, 0.0, 0.05, 0.2]))
+                    await serve(r, tokens, layerwise, rng.choice([None, None, None, 0.05, 0.2]))
 
             await asyncio.gather(*map(client, range(4)))
             await r.cache.drain()
             r.check()
             counters = r.counters
-            assert counters.pages_loaded > 50, counters
+            assert counters.pages_loaded > 40, counters
             assert counters.pages_stored > 100, counters
             assert counters.loads_joined > 0, counters
 

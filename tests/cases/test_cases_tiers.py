@@ -12,9 +12,7 @@ from typing import Any, Final
 
 import pytest
 
-from tests.cases.test_cases_tree import calls_made, time_of
-from tests.lease_helpers import other_tasks, start, turns
-from tests.tier_helpers import (
+from tests.case_helpers import (
     PAGE_SIZES,
     POLICIES,
     Copies,
@@ -24,6 +22,8 @@ from tests.tier_helpers import (
     seeded_executors,
     tiers,
 )
+from tests.cases.test_cases_tree import calls_made, time_of
+from tests.lease_helpers import other_tasks, start, turns
 from tests.tree.helpers import Rig as TreeRig
 from tiered_cache import ClosedError, StaleError
 from tiered_cache.keys import RadixKey

@@ -33,6 +33,16 @@ def poison(pools: Any) -> None:
             pools.layer(spec.name, layer).fill_(float("nan"))
 
 
+def poison_free(cache: Any) -> None:
+    """NaN in every page of the device that nobody has."""
+    pools, size = cache.pools, cache.page_size
+    free = torch.from_numpy(cache._parts.allocators[0].free_ids().astype(np.int64))
+    for spec in pools.specs:
+        for layer in spec.layers:
+            pages = pools.layer(spec.name, layer).unflatten(0, (-1, size))
+            pages[free] = float("nan")
+
+
 def random_tokens(count: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(2, 256, count).tolist()
 

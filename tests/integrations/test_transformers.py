@@ -11,10 +11,20 @@ import pytest
 import torch
 from transformers import BambaConfig, LlamaConfig, LlamaForCausalLM, MistralConfig
 
-from tests.integrations.helpers import PAGE_SIZE, NeverSerialised, poison, random_tokens, settings
+from tests.integrations.helpers import (
+    PAGE_SIZE,
+    NeverSerialised,
+    poison,
+    poison_free,
+    random_tokens,
+    settings,
+)
 from tiered_cache import ConfigError, UnifiedRadixCache
 from tiered_cache.integrations.transformers import TransformersRunner, check_layers, generate
 from tiered_cache.testing.models import tiny_model
+from tiered_cache.transfer.copier import CopyJob, Direction
+from tiered_cache.transfer.cpu import CpuCopier
+from tiered_cache.types import Hits
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +78,65 @@ async def test_generate_streams_what_the_model_says_and_reuses_it(model: Any) ->
         assert computed[0][0] == 64
         assert cache.outstanding() == []
         assert runner.num_live == 0
+
+
+@pytest.mark.parametrize("layerwise", [False, True], ids=["whole", "layerwise"])
+async def test_generate_goes_on_from_what_comes_back_from_the_host(
+    model: Any, layerwise: bool
+) -> None:
+    """Two prompts on a device that holds one: what each says does not change, and little is
+    computed."""
+    prompts = [random_tokens(100, seed=1), random_tokens(100, seed=2)]
+    config = settings(model, tokens=8 * PAGE_SIZE, host={"tokens": 1024})
+    async with UnifiedRadixCache.open(config) as cache:
+        runner = TransformersRunner(model, cache.pools)
+        hits: list[Hits] = []
+        for turn in range(3):
+            for prompt in prompts:
+                stream = collect(
+                    cache,
+                    runner,
+                    prompt,
+                    12,
+                    on_lease=lambda lease: hits.append(lease.hits),
+                    layerwise=layerwise,
+                )
+                assert await stream == greedy_tokens(model, prompt, 12), (turn, hits)
+                await cache.drain()
+                poison_free(cache)
+        assert hits == [Hits()] * 2 + [Hits(host=96)] * 4
+        assert cache.outstanding() == []
+        cache.check_integrity()
+
+
+@pytest.mark.parametrize("layerwise", [False, True], ids=["whole", "layerwise"])
+async def test_generate_computes_what_does_not_come_back(
+    model: Any, layerwise: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load that fails costs time, whether the model has begun with it or not."""
+    prompt, other = random_tokens(100, seed=1), random_tokens(100, seed=2)
+    config = settings(model, tokens=8 * PAGE_SIZE, host={"tokens": 1024})
+    async with UnifiedRadixCache.open(config) as cache:
+        runner = TransformersRunner(model, cache.pools)
+        for tokens in (prompt, other):
+            await collect(cache, runner, tokens, 12)
+            await cache.drain()
+        poison_free(cache)
+        copy = CpuCopier.copy
+
+        def fail(copier: CpuCopier, job: CopyJob) -> None:
+            if job.direction is Direction.LOAD:
+                raise OSError("cannot be read")
+            copy(copier, job)
+
+        monkeypatch.setattr(CpuCopier, "copy", fail)
+        said = await collect(cache, runner, prompt, 12, layerwise=layerwise)
+        assert said == greedy_tokens(model, prompt, 12)
+        assert cache.stats().counters.loads_failed == 1
+        assert runner.num_live == 0
+        await cache.drain()
+        assert cache.outstanding() == []
+        cache.check_integrity()
 
 
 async def test_generate_ends_at_eos_and_does_not_yield_it(model: Any) -> None:

@@ -2,7 +2,7 @@
 
 Same run, same chunks: the reference computes exactly what the leases compute, with a transformers
 cache of its own. Pools are full of NaN before, so a row read before it was written shows. The
-control proves that the comparison sees one wrong byte.
+controls prove that the comparison sees one wrong byte, on either tier.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.integrations.helpers import PAGE_SIZE, NeverSerialised, poison, random_tokens, settings
 from tiered_cache import UnifiedRadixCache
 from tiered_cache.integrations.transformers import TransformersRunner
+from tiered_cache.keys import RadixKey
 from tiered_cache.testing.models import load_smollm2, tiny_model
+from tiered_cache.types import Hits, MatchPrefixParams
 
 DTYPES = [torch.float32, torch.bfloat16]
 MODELS = ["llama", "qwen3", "deepseek_v3", "smollm2"]
@@ -109,3 +112,89 @@ def flip_one_byte(pools: Any, slot: int) -> None:
     pool = pools.layer(pools.specs[0].name, 0)
     element = pool[slot].reshape(-1).view(torch.uint8)
     element[pool.element_size() - 2] ^= 0x40
+
+
+# --- Two tiers ------------------------------------------------------------------------------------
+
+
+TWO_TIERS = {"host": {"tokens": 4096}}
+
+
+async def only_on_the_host(cache: UnifiedRadixCache, prompt: list[int], filler: int) -> None:
+    """Let somebody else take the whole device; then everything that is not the host copy of
+    `prompt` is NaN, on both tiers."""
+    await cache.drain()
+    num_tokens = cache.stats().pools["full"].capacity * cache.page_size
+    async with cache.lease([1] * num_tokens, cache_salt=f"filler {filler}") as lease:
+        lease.commit(lease.allocate(num_tokens))
+    await cache.drain()
+    match = cache.tree.match_prefix(MatchPrefixParams(RadixKey(prompt)))
+    assert match.device_length == 0
+    assert match.host_hit_length == len(prompt) // PAGE_SIZE * PAGE_SIZE
+    poison(cache.pools)
+    (arena,) = cache.arenas
+    node, kept = match.best_node, []
+    while node is not cache.tree.root:
+        kept.append(node.data[0].host_value)
+        node = node.parent
+    others = np.setdiff1d(np.arange(arena.num_pages), np.concatenate(kept))
+    arena.rows[others] = 0xFF  # a NaN in every type of state
+
+
+async def computed(cache: Any, runner: Any, prompt: list[int]) -> NeverSerialised:
+    """A request whose state goes to the host; returns the reference at its end."""
+    reference = NeverSerialised(runner.model)
+    async with cache.lease(prompt) as lease:
+        await compute(lease, runner, reference, 40)
+    return reference
+
+
+@pytest.mark.parametrize("layerwise", [False, True], ids=["whole", "layerwise"])
+async def test_state_that_was_on_the_host_gives_the_same_logits(
+    model: Any, layerwise: bool
+) -> None:
+    """Device → host → device: evicted, everything else made NaN, loaded, and computed on from."""
+    prompt = random_tokens(6 * PAGE_SIZE)
+    async with UnifiedRadixCache.open(settings(model, 12 * PAGE_SIZE, **TWO_TIERS)) as cache:
+        runner = TransformersRunner(model, cache.pools)
+        reference = await computed(cache, runner, prompt)
+        for boundary in (PAGE_SIZE, 4 * PAGE_SIZE, 6 * PAGE_SIZE):
+            await only_on_the_host(cache, prompt, filler=boundary)
+            longer = prompt[:boundary] + random_tokens(37, seed=boundary)
+            async with cache.lease(longer, reserve=2, layerwise=layerwise) as lease:
+                assert lease.hits == Hits(host=boundary)
+                branch = reference.branch(boundary)
+                await compute(lease, runner, branch, 24)
+                chunk = lease.append(7)
+                logits = await lease.run(runner, chunk)
+                assert torch.equal(logits, branch.forward([7], chunk.start))
+            cache.check_integrity()
+        await cache.drain()
+        counters = cache.stats().counters
+        assert counters.tokens_hit_host == 11 * PAGE_SIZE
+        assert counters.loads_failed == 0
+        assert cache.outstanding() == []
+
+
+async def test_one_byte_flipped_on_the_host_shows(model: Any) -> None:
+    """The control: with one wrong byte in a row the comparison above fails."""
+    prompt = random_tokens(4 * PAGE_SIZE)
+    async with UnifiedRadixCache.open(settings(model, 12 * PAGE_SIZE, **TWO_TIERS)) as cache:
+        runner = TransformersRunner(model, cache.pools)
+        reference = await computed(cache, runner, prompt)
+        expected = reference.forward([11, 12, 13], len(prompt))
+        (arena,) = cache.arenas
+
+        async def logits_after_loading(filler: int) -> torch.Tensor:
+            await only_on_the_host(cache, prompt, filler)
+            match = cache.tree.match_prefix(MatchPrefixParams(RadixKey(prompt)))
+            row = int(match.best_node.data[0].host_value[0])
+            piece = arena.layout.slices[0]
+            # As above: the top bit of a mantissa, of the page's first token.
+            arena.rows[row, piece.offset + model.dtype.itemsize - 2] ^= 0x40
+            async with cache.lease([*prompt, 11, 12, 13]) as lease:
+                assert lease.hits == Hits(host=len(prompt))
+                return await lease.run(runner, await lease.next_chunk(512))
+
+        assert not torch.equal(await logits_after_loading(1), expected)
+        assert torch.equal(await logits_after_loading(2), expected), "flipped back, it is right"

@@ -62,8 +62,8 @@ MUTANTS: Final = [
         rule="§11.1",
         harm="unwritten pages are published: wrong bytes",
         file=LEASE,
-        old="self._publish(min(self._deferred, self._computed))",
-        new="self._publish(self._deferred)",
+        old="stop, self._deferred = min(self._deferred, self._computed), 0",
+        new="stop, self._deferred = self._deferred, 0",
         test=TESTS + "test_a_commit_of_a_chunk_that_is_being_computed_is_undone_by_its_failure",
     ),
     Mutant(
@@ -71,8 +71,8 @@ MUTANTS: Final = [
         rule="§11.7",
         harm="what was computed and committed is lost",
         file=LEASE,
-        old="if self._deferred and self.epoch == self._controller.epoch:",
-        new="if self._deferred and not self._closed and self.epoch == self._controller.epoch:",
+        old="elif self._deferred and not self._is_using_load:",
+        new="elif self._deferred and not self._is_using_load and not self._closed:",
         test=TESTS + "test_what_was_committed_during_a_run_is_published_though_the_lease_has_gone",
     ),
     Mutant(
@@ -116,8 +116,8 @@ MUTANTS: Final = [
         rule="§12.2",
         harm="a task without an owner goes on",
         file=CONTROLLER,
-        old="            self._supervisor.stop()\n            if self._owns_executor:",
-        new="            if self._owns_executor:",
+        old="            self._supervisor.stop()\n            for executor in",
+        new="            for executor in",
         test="tests/test_controller.py::test_a_close_that_is_cancelled_leaves_no_task",
     ),
     Mutant(

@@ -8,6 +8,7 @@ from tests.mutants.model import Mutant
 
 LEASE: Final = "tiered_cache/lease.py"
 CONTROLLER: Final = "tiered_cache/controller.py"
+PUBLISH: Final = "tiered_cache/publish.py"
 CLAIMS: Final = "tiered_cache/claims.py"
 TABLE: Final = "tiered_cache/page_table.py"
 EDGES: Final = "tests/test_lease_edges.py::"
@@ -46,8 +47,8 @@ MUTANTS: Final = [
         rule="§11.3",
         harm="the pages that a thread writes are given to others",
         file=LEASE,
-        old="if self._num_runs or not controller.enabled:",
-        new="if not controller.enabled:",
+        old="if self._num_runs or self._is_using_load or not controller.enabled:",
+        new="if self._is_using_load or not controller.enabled:",
         test=EDGES + "test_nothing_is_taken_over_while_a_run_writes",
     ),
     Mutant(
@@ -64,8 +65,10 @@ MUTANTS: Final = [
         rule="§12.1",
         harm="quarantined pages are published: two owners",
         file=LEASE,
-        old="        if self._deferred and self.epoch == self._controller.epoch:",
-        new="        if self._deferred:",
+        old="        if self.epoch != self._controller.epoch:\n"
+        "            self._deferred = 0\n"
+        "        elif has_failed:",
+        new="        if has_failed:",
         test=EDGES + "test_a_reset_forgets_what_was_committed_during_a_run",
     ),
     Mutant(
@@ -73,8 +76,8 @@ MUTANTS: Final = [
         rule="§11.1",
         harm="a draft is published that nobody has committed",
         file=LEASE,
-        old="        self._deferred = 0\n        if self._closed:",
-        new="        if self._closed:",
+        old="stop, self._deferred = min(self._deferred, self._computed), 0",
+        new="stop = min(self._deferred, self._computed)",
         test=EDGES + "test_a_commit_that_came_to_nothing_is_forgotten",
     ),
     Mutant(
@@ -82,8 +85,8 @@ MUTANTS: Final = [
         rule="§12.2",
         harm="buffers are taken away under a thread",
         file=CONTROLLER,
-        old="return bool(self._runs or self._ending",
-        new="return bool(self._ending",
+        old="if self._runs or self._ending or self._dropped",
+        new="if self._ending or self._dropped",
         test=EDGES + "test_drain_waits_for_runs_also_for_those_that_follow_at_once",
     ),
     Mutant(
@@ -110,9 +113,8 @@ MUTANTS: Final = [
         rule="§11.5",
         harm="a hang: pages have gone home, and nobody looks",
         file=LEASE,
-        old="            accounts.promise(self.unspent - unspent)\n"
-        "            self._controller.admission.look_again()",
-        new="            accounts.promise(self.unspent - unspent)",
+        old="            self.settle_promise()\n            self._controller.admission.look_again()",
+        new="            self.settle_promise()",
         test=EDGES + "test_a_truncation_lets_the_queue_go_on",
     ),
     Mutant(
@@ -137,18 +139,18 @@ MUTANTS: Final = [
         id="the-prompt-ends-inside-a-node",
         rule="§5.9",
         harm="what was generated takes the prompt along when it is evicted",
-        file=LEASE,
-        old="        if self._committed < self._prompt_len < stop:",
-        new="        if False:",
+        file=PUBLISH,
+        old="    if committed < request.prompt_len < stop:",
+        new="    if False:",
         test=EDGES + "test_a_finished_request_ends_a_node_with_its_prompt",
     ),
     Mutant(
         id="each-chunk-counts-again",
         rule="§5.8",
         harm="long prompts look popular: frequency policies keep the wrong pages",
-        file=LEASE,
-        old="            inserted_len=self._committed,\n",
-        new="            inserted_len=0,\n",
+        file=PUBLISH,
+        old="        inserted_len=committed,\n",
+        new="        inserted_len=0,\n",
         test=EDGES + "test_a_request_counts_once_for_each_node_b13",
     ),
     Mutant(

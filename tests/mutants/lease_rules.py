@@ -8,6 +8,7 @@ from tests.mutants.model import Mutant
 
 LEASE: Final = "tiered_cache/lease.py"
 CONTROLLER: Final = "tiered_cache/controller.py"
+PUBLISH: Final = "tiered_cache/publish.py"
 ACCOUNTS: Final = "tiered_cache/accounts.py"
 ADMISSION: Final = "tiered_cache/admission.py"
 CLAIMS: Final = "tiered_cache/claims.py"
@@ -21,8 +22,8 @@ MUTANTS: Final = [
         rule="§11.2",
         harm="nothing is left to compute, or the last token is applied twice: wrong bytes",
         file=LEASE,
-        old="limit = self._prompt_len - 1 if controller.enabled else 0",
-        new="limit = self._prompt_len if controller.enabled else 0",
+        old="limit = self.prompt_len - 1 if controller.enabled else 0",
+        new="limit = self.prompt_len if controller.enabled else 0",
         test=RULES + "test_a_wholly_cached_prompt_leaves_its_last_token_b08",
     ),
     Mutant(
@@ -39,8 +40,8 @@ MUTANTS: Final = [
         rule="§11.5",
         harm="others take what was promised: growth within the reserve fails",
         file=LEASE,
-        old="        controller.accounts.promise(self.unspent)\n        self.epoch",
-        new="        self.epoch",
+        old="        self.settle_promise()\n        controller.granted(self)",
+        new="        controller.granted(self)",
         test=RULES + "test_growth_within_the_reserve_cannot_fail",
     ),
     Mutant(
@@ -48,7 +49,7 @@ MUTANTS: Final = [
         rule="§11.7",
         harm="a leak: admission closes for the life of the process",
         file=LEASE,
-        old="            controller.accounts.promise(-self.unspent)",
+        old="            controller.accounts.promise(-self._promised)",
         new="            pass",
         test=RULES + "test_a_thousand_grants_that_come_to_nothing_leak_nothing_b28",
     ),
@@ -66,8 +67,8 @@ MUTANTS: Final = [
         rule="§11.1",
         harm="unwritten pages are published: wrong bytes",
         file=LEASE,
-        old="if computed and chunk.start <= self._computed:",
-        new="if chunk.start <= self._computed:",
+        old="if computed and chunk.start <= self._computed and not has_failed:",
+        new="if chunk.start <= self._computed and not has_failed:",
         test=RULES + "test_a_run_that_raises_computes_nothing",
     ),
     Mutant(
@@ -76,7 +77,7 @@ MUTANTS: Final = [
         harm="the table changes under a running model: it writes into shared pages",
         file=LEASE,
         old="            self._deferred = max(self._deferred, stop)\n"
-        "            return self._committed",
+        "            return self.committed",
         new="            return self._publish(stop)",
         test=RULES + "test_a_commit_during_a_run_takes_effect_at_its_end",
     ),
@@ -84,8 +85,8 @@ MUTANTS: Final = [
         id="the-table-keeps-duplicates",
         rule="§5.4",
         harm="reads and writes pages that have gone home: wrong bytes",
-        file=LEASE,
-        old="            self._table.write(first_changed // self._page_size, canonical)\n",
+        file=PUBLISH,
+        old="        request.table.write(first_changed // tree.page_size, canonical)\n",
         new="",
         test=RULES + "test_who_publishes_second_uses_the_first_ones_pages",
     ),
@@ -94,7 +95,7 @@ MUTANTS: Final = [
         rule="§5.4",
         harm="a leak of each page that two requests computed",
         file=LEASE,
-        old="            controller.accounts.give_back(result.duplicates)\n",
+        old="            self._give_back(duplicates)\n",
         new="",
         test=RULES + "test_who_publishes_second_uses_the_first_ones_pages",
     ),
@@ -103,7 +104,7 @@ MUTANTS: Final = [
         rule="§11.4",
         harm="an early free: the thread writes into another's pages",
         file=LEASE,
-        old="        if not self._num_runs:\n            self._release()\n",
+        old="        if not is_running:\n            self._release()\n",
         new="        self._release()\n",
         test=RULES + "test_a_cancelled_run_waits_for_its_thread_b96",
     ),
@@ -121,8 +122,8 @@ MUTANTS: Final = [
         rule="§11.7",
         harm="a leak of the pages of rejected drafts",
         file=LEASE,
-        old="accounts.give_back(self._table.cut(keep))",
-        new="self._table.cut(keep)",
+        old="self._give_back(self.table.cut(keep))",
+        new="self.table.cut(keep)",
         test=RULES + "test_truncate_drops_rejected_drafts",
     ),
     Mutant(
@@ -139,7 +140,7 @@ MUTANTS: Final = [
         rule="§11.3",
         harm="a leak of the pages for tokens that others published",
         file=LEASE,
-        old="        controller.accounts.give_back(superfluous)\n",
+        old="        if superfluous:\n            self._give_back(superfluous)\n",
         new="",
         test=RULES + "test_next_chunk_goes_on_from_what_others_have_published",
     ),
@@ -148,7 +149,7 @@ MUTANTS: Final = [
         rule="§11.3",
         harm="the model writes into pages that others share: wrong bytes",
         file=LEASE,
-        old="if chunk.start < self._committed:",
+        old="if chunk.start < self.committed:",
         new="if chunk.start < 0:",
         test=RULES + "test_a_chunk_from_before_a_take_over_is_refused",
     ),
@@ -166,7 +167,7 @@ MUTANTS: Final = [
         rule="§11.5",
         harm="a large request starves",
         file=ADMISSION,
-        old="self._turns.append(turn)",
+        old="(self._turns.appendleft if first else self._turns.append)(turn)",
         new="self._turns.appendleft(turn)",
         test=RULES + "test_admission_is_in_order_of_arrival",
     ),

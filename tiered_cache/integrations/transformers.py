@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import torch
 
 from tiered_cache.config import model_from_hf
-from tiered_cache.errors import ConfigError
+from tiered_cache.errors import ConfigError, LoadFailed
 
 try:
     from transformers import DynamicCache
@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 
     from tiered_cache.cache import UnifiedRadixCache
     from tiered_cache.chunk import Chunk
+    from tiered_cache.layers import LayerWaits
+    from tiered_cache.lease import Lease
     from tiered_cache.pools.device import DevicePools
     from tiered_cache.pools.spec import PoolSpec
 
@@ -66,7 +68,8 @@ class TransformersRunner:
     Call it in the worker thread, through `lease.run` or `cache.run`. One call: bring the state of
     `[0, chunk.start)` into a transformers cache, compute `chunk.tokens`, write the state of
     `[start, stop)` into the chunk's slots, and return the last position's logits (float32, on the
-    CPU, `[vocabulary]`).
+    CPU, `[vocabulary]`). Of a lease that was granted `layerwise`, each layer's state is brought
+    when it has arrived.
 
     Between two calls the transformers cache of a lease stays alive, so that decoding does not copy
     the whole prefix for every token. It is only a copy of what the pools hold: it is used when it
@@ -112,7 +115,11 @@ class TransformersRunner:
         self._lock = threading.Lock()  # run_threads may be more than one
 
     def __call__(self, chunk: Chunk) -> torch.Tensor:
-        """Logits after the chunk's last token: float32 `[vocabulary]`, on the CPU."""
+        """Logits after the chunk's last token: float32 `[vocabulary]`, on the CPU.
+
+        Raises:
+            LoadFailed: the lease is layer-wise, and its load has failed: ask for the next chunk.
+        """
         with torch.inference_mode():
             # Taken out, not looked up: if anything below raises, nothing half-grown is left for the
             # next call.
@@ -158,7 +165,7 @@ class TransformersRunner:
     def _attach(self, chunk: Chunk) -> _Live:
         cache = DynamicCache(config=self._config)
         if chunk.start:
-            self._state.read(cache, self._slots(chunk, 0, chunk.start))
+            self._state.read(cache, self._slots(chunk, 0, chunk.start), chunk.lease.layers)
         return _Live(cache, chunk.start, _num_reused(chunk))
 
     def _slots(self, chunk: Chunk, start: int, stop: int) -> torch.Tensor:
@@ -190,6 +197,7 @@ async def generate(
     eos: int | Collection[int] | None = None,
     sample: Callable[[torch.Tensor], int] = greedy,
     turn: AbstractAsyncContextManager[Any] | None = None,
+    on_lease: Callable[[Lease], None] | None = None,
     on_grant: Callable[[float], None] | None = None,
     on_first_token: Callable[[float], None] | None = None,
     on_chunk: Callable[[Chunk], None] | None = None,
@@ -214,11 +222,14 @@ async def generate(
             from the first prompt chunk to the first token and then for each token. A scheduler in
             one argument: with one lock for all requests a prompt is computed in one go. Without,
                 the runs of all requests mix in order of arrival.
+        on_lease: called when the lease is held and its prefix is on the device, loads from the host
+            included (of a layer-wise lease: on its way).
         on_grant: called on the loop with the moment (`time.perf_counter()`) when the model begins
             with this request: its first run starts in the worker thread.
         on_first_token: called with the moment when the first token is known, before it is yielded.
         on_chunk: called for each chunk (prompt and answer) after it has been computed.
-        lease_kwargs: passed to `cache.lease`: `extra_key`, `cache_salt`, `priority`, `timeout`, ...
+        lease_kwargs: passed to `cache.lease`: `extra_key`, `cache_salt`, `priority`, `timeout`,
+            `load_timeout`, `layerwise`, ...
 
     Raises:
         CapacityError, AdmissionTimeout: from the lease.
@@ -230,12 +241,17 @@ async def generate(
     run = _announce_first_run(runner, on_grant)
     lease_id: int | None = None
     async with cache.lease(prompt_tokens, reserve=max_new_tokens, **lease_kwargs) as lease:
+        if on_lease is not None:
+            on_lease(lease)
         try:
             async with turn:
                 logits: torch.Tensor | None = None
                 while (chunk := await lease.next_chunk(chunk_tokens)) is not None:
                     lease_id = chunk.lease_id
-                    logits = await lease.run(run, chunk)
+                    try:
+                        logits = await lease.run(run, chunk)
+                    except LoadFailed:  # layer-wise only: what did not come is computed
+                        continue
                     lease.commit(chunk)
                     if on_chunk is not None:
                         on_chunk(chunk)
@@ -332,8 +348,13 @@ def _num_reused(chunk: Chunk) -> int:
 class _StateLayout(Protocol):
     """How one kind of attention state lies in the pools."""
 
-    def read(self, cache: DynamicCache, slots: torch.Tensor) -> None:
-        """Pools → an empty cache: the rows at `slots`, in this order, on every layer."""
+    def read(self, cache: DynamicCache, slots: torch.Tensor, layers: LayerWaits) -> None:
+        """Pools → an empty cache: the rows at `slots`, in this order, on every layer, each when it
+        has arrived.
+
+        Raises:
+            LoadFailed, StaleError: it will not.
+        """
 
     def write(self, cache: DynamicCache, start: int, slots: torch.Tensor) -> None:
         """The cache's state from token `start` on → the pools, at `slots`."""
@@ -345,8 +366,10 @@ class _KeyValues:
     def __init__(self, keys: list[torch.Tensor], values: list[torch.Tensor]) -> None:
         self._keys, self._values = keys, values
 
-    def read(self, cache: DynamicCache, slots: torch.Tensor) -> None:
-        for layer, keys, values in zip(_layers(cache), self._keys, self._values, strict=True):
+    def read(self, cache: DynamicCache, slots: torch.Tensor, layers: LayerWaits) -> None:
+        pools = zip(_layers(cache), self._keys, self._values, strict=True)
+        for at, (layer, keys, values) in enumerate(pools):
+            layers.wait(at)
             layer.update(
                 _heads_first(keys.index_select(0, slots)),
                 _heads_first(values.index_select(0, slots)),
@@ -364,8 +387,9 @@ class _Latent:
     def __init__(self, latents: list[torch.Tensor], rank: int) -> None:
         self._latents, self._rank = latents, rank
 
-    def read(self, cache: DynamicCache, slots: torch.Tensor) -> None:
-        for layer, latents in zip(_layers(cache), self._latents, strict=True):
+    def read(self, cache: DynamicCache, slots: torch.Tensor, layers: LayerWaits) -> None:
+        for at, (layer, latents) in enumerate(zip(_layers(cache), self._latents, strict=True)):
+            layers.wait(at)
             rows = latents.index_select(0, slots)[None, None]
             layer.update(rows[..., : self._rank].contiguous(), rows[..., self._rank :].contiguous())
 

@@ -37,7 +37,8 @@ class LayerProgress:
 
     def advance(self, num_layers: int) -> None:
         """So many layers have arrived, the last of all excepted."""
-        self._change(min(num_layers, len(self._place) - 1), None)
+        if self._error is None:  # after a reset, the job that was running then still ends
+            self._change(min(num_layers, len(self._place) - 1), None)
 
     def finish(self) -> None:
         """The load is committed."""

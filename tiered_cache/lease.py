@@ -133,7 +133,9 @@ class Lease:
         self._seen = -1  # the tree's growth when it was last matched
         self._load: PrefixLoad | None = None  # what it gets from the host
         self._fences: list[Fence] = []
-        self._retired: list[tuple[PageIds, ...]] = []  # go home when the fences are lifted
+        # Given up under a fence: they go home when it is lifted. Until then the lease takes its
+        # next pages from them, which the same device writes later.
+        self._retired: list[tuple[PageIds, ...]] = []
         # Without entries until admission has looked: a reserve that can never fit costs no memory.
         self.table = PageTable(len(controller.tree.components), self._page_size)
 
@@ -174,6 +176,7 @@ class Lease:
         """Bring what the host has of the first `limit` tokens; less, if it does not come."""
         self._load = PrefixLoad(self, self._controller)
         await self._load.bring(limit, timeout, layerwise=self._layerwise)
+        self._controller.check()  # the cache may have been closed meanwhile
 
     @property
     def is_stale(self) -> bool:
@@ -386,12 +389,21 @@ class Lease:
             return
         self._seen = tree.growth
         boundary = tree.match_deeper(receipt, self.key, limit)
-        if boundary is None or boundary.depth <= self._computed:
+        if boundary is None or boundary.depth <= self._computed or not self._may_hold(boundary):
             return
         gained = boundary.depth - self._computed
         self._take_over(boundary)
         self.settle_promise()
         controller.rematched(self, gained)
+
+    def _may_hold(self, boundary: Boundary) -> bool:
+        """Whether a deeper boundary can be held, although own pages do not go home for it before a
+        fence is lifted."""
+        if not self._fences:
+            return True
+        spare = self._controller.accounts.room_beside(0)
+        would_protect = self._controller.tree.would_protect(boundary)
+        return all(pages <= room for pages, room in zip(would_protect, spare, strict=True))
 
     def _take_over(self, boundary: Boundary, *, from_host: int = 0) -> None:
         """Hold a deeper device boundary, and use the tree's pages up to it instead of own ones."""
@@ -438,7 +450,7 @@ class Lease:
     def _hand_out(self, start: int, stop: int) -> Chunk:
         self._take_pages(-(-stop // self._page_size))
         self._controller.counters.chunks += 1
-        if self._load is not None and not (self._is_using_load or self._load.has_failed):
+        if self._load is not None and self._load.is_over:
             self.layers = NO_LOADS  # what failed is nothing to this chunk: it goes on from below
         return Chunk(self, start, stop)
 
@@ -492,7 +504,7 @@ class Lease:
 
     def _publish_deferred(self) -> None:
         stop, self._deferred = min(self._deferred, self._computed), 0
-        self._publish(stop)
+        self._publish_when_quiet(stop)
 
     def _count_computed(self, stop: int) -> None:
         if stop > self._computed:
@@ -560,6 +572,9 @@ class Lease:
         if self.epoch == self._controller.epoch:
             for pages in retired:
                 self._controller.accounts.give_back(pages)
+            self.settle_promise()
+            if self._deferred and not (self._num_runs or self._is_using_load):
+                self._publish_deferred()
         else:
             for pages in retired:
                 self._controller.accounts.give_back_stale(pages)
@@ -595,10 +610,18 @@ class Lease:
     def _publish_when_quiet(self, stop: int) -> int:
         """Now, or when the last run and the load above which it stands have ended: the table must
         not change under a running model, nor the tree hold what hangs in the air."""
-        if self._num_runs or self._is_using_load:
+        if self._num_runs or self._is_using_load or not self._has_room_to_publish(stop):
             self._deferred = max(self._deferred, stop)
             return self.committed
         return self._publish(stop)
+
+    def _has_room_to_publish(self, stop: int) -> bool:
+        """Whether what others have published of it can be held beside the own pages."""
+        if not self._fences:
+            return True
+        assert self.receipt is not None, "granted leases hold a receipt"
+        boundary = self._controller.tree.match_deeper(self.receipt, self.key, stop)
+        return boundary is None or self._may_hold(boundary)
 
     def _publish(self, stop: int) -> int:
         controller = self._controller
@@ -609,6 +632,7 @@ class Lease:
         first_changed, duplicates = publish(controller.tree, self, stop)
         if first_changed < stop:
             self._give_back(duplicates)
+            self.settle_promise()
             controller.counters.pages_duplicate += sum(map(len, duplicates))
         controller.committed(self, published)
         return first_changed
@@ -721,11 +745,27 @@ class Lease:
         missing = num_pages - table.num_pages
         if missing <= 0:
             return
+        fresh = missing
+        if self._retired:
+            fresh = max(0, missing - self._num_retired)
         unspent = self.unspent
-        if missing > unspent:
-            self._controller.check_spare(missing - unspent)
-        table.write(table.num_pages, accounts.take(missing))
+        if fresh > unspent:
+            self._controller.check_spare(fresh - unspent)
+        if fresh < missing:
+            table.write(table.num_pages, self._take_retired(missing - fresh))
+        if fresh:
+            table.write(table.num_pages, accounts.take(fresh))
         self.settle_promise()
+
+    @property
+    def _num_retired(self) -> int:
+        return sum(len(pages[BASE]) for pages in self._retired)
+
+    def _take_retired(self, num_pages: int) -> list[PageIds]:
+        joined = [np.concatenate(ids) for ids in zip(*self._retired, strict=True)]
+        rest = tuple(ids[num_pages:] for ids in joined)
+        self._retired = [rest] if len(rest[BASE]) else []
+        return [ids[:num_pages] for ids in joined]
 
     def held_pages(self) -> list[PageIds]:
         """Per component, all pages that the lease holds: the tree's, a load's, its own."""
@@ -757,6 +797,8 @@ class Lease:
         taken = self.table.num_pages
         if self._load is not None:  # what the table names of a load is paid for by `pages`
             taken += self._load.pages + self.committed // self._page_size - self._own_from
+        if self._retired:
+            taken += self._num_retired
         return max(0, self._admitted_pages - taken)
 
     def settle_promise(self) -> None:

@@ -36,6 +36,7 @@ class PrefixLoad:
 
     __slots__ = (
         "_controller",
+        "_covered",
         "_lease",
         "_loads",
         "_using",
@@ -49,6 +50,7 @@ class PrefixLoad:
         self._lease = lease
         self._controller = controller
         self._loads: dict[Transfer, None] = {}  # all that it has waited for
+        self._covered = 0  # tokens that its loads will have brought
         self._using: Sequence[Transfer] = ()  # while the lease's table names their pages
         self.pages = 0
         self.end = 0
@@ -59,6 +61,11 @@ class PrefixLoad:
     def is_under_way(self) -> bool:
         """Whether the lease is using pages that are a load's."""
         return bool(self._using)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody waits for it any more: it has come, or the lease has fallen back."""
+        return not (self._using or self.has_failed)
 
     @property
     def is_running(self) -> bool:
@@ -80,9 +87,9 @@ class PrefixLoad:
                 # A load of somebody else's may fail above this lease's own: then plan once more,
                 # and what has arrived below is kept.
                 for _ in range(2):
-                    wanted, stop = self._cover(limit, layerwise=layerwise)
+                    wanted = self._cover(limit, layerwise=layerwise)
                     if layerwise:
-                        self._use(wanted, stop)
+                        self._use(wanted)
                         return
                     own = [load for load in wanted if load.funder is self]
                     failed = await _first_failure(wanted)
@@ -98,18 +105,18 @@ class PrefixLoad:
         if self.pages and self._lease.epoch == controller.epoch:
             await self._be_promised_again()
 
-    def _cover(self, limit: int, *, layerwise: bool) -> tuple[list[Transfer], int]:
-        """Join the loads that bring a part of what is missing, start one for each other part; up to
-        which depth what they bring is the lease's prefix. One that was joined may go on beyond."""
+    def _cover(self, limit: int, *, layerwise: bool) -> list[Transfer]:
+        """Join the loads that bring a part of what is missing, start one for each other part."""
         lease, controller, tree = self._lease, self._controller, self._controller.tree
         receipt, transfers = lease.receipt, controller.transfers
-        if lease.epoch != controller.epoch:
-            return [], 0
+        if lease.closed or lease.epoch != controller.epoch:
+            return []
         assert receipt is not None, "granted leases hold a receipt"
         assert transfers is not None, "there is a host tier"
         boundary = tree.match_deeper(receipt, lease.key, limit, device_only=False)
         if boundary is None or boundary.depth - receipt.depth < controller.load_back_threshold:
-            return [], 0
+            return []
+        self._covered = boundary.depth
         loads = []
         for piece in tree.plan_transfer(boundary, BASE, Tier.DEVICE, receipt.depth):
             if piece.ids is None:
@@ -125,7 +132,7 @@ class PrefixLoad:
                 )
             loads.append(load)
             self._loads[load] = None
-        return loads, boundary.depth
+        return loads
 
     async def _be_promised_again(self) -> None:
         """Its pages are with a copier that has not ended, and the lease needs others for the same
@@ -177,12 +184,12 @@ class PrefixLoad:
 
     # --- layer by layer ---------------------------------------------------------------------------
 
-    def _use(self, loads: Sequence[Transfer], end: int) -> None:
-        """Let the lease's table name the pages up to `end` that are coming (semantics §9.9)."""
+    def _use(self, loads: Sequence[Transfer]) -> None:
+        """Let the lease's table name the pages that are coming (semantics §9.9)."""
         lease, size = self._lease, self._controller.page_size
         start = lease.committed
         for load in loads:
-            stop = min(load.depth, end)
+            stop = min(load.depth, self._covered)  # others' loads may leave the lease's path
             ids = load.device_ids[(start - load.start) // size : (stop - load.start) // size]
             lease.table.write(start // size, [ids])
             start = stop

@@ -104,7 +104,7 @@ class Transfer:
         self.num_moved = 0
         self.num_committed = 0
         self.error: BaseException | None = None
-        self.waiters: set[Waiter] = set()
+        self.waiters: dict[Waiter, None] = {}  # a dict for its order
         self.funder: Waiter | None = None
         self.ended = asyncio.Event()
         self.on_end: Callable[[Transfer], None] | None = None
@@ -192,7 +192,7 @@ class Transfers:
         transfer = Transfer(Tier.DEVICE, boundary, start, component, self._tree.epoch)
         transfer.by_layer = by_layer
         transfer.funder = funder
-        transfer.waiters.add(funder)
+        transfer.waiters[funder] = None
         self._counters.loads += 1
         copier = self._mover.copier
         jobs = copier.plan(Direction.LOAD, component, device_ids, host_ids, by_layer=by_layer)
@@ -228,7 +228,7 @@ class Transfers:
 
     def join(self, load: Transfer, waiter: Waiter) -> None:
         """One more needs it."""
-        load.waiters.add(waiter)
+        load.waiters[waiter] = None
         self._counters.loads_joined += 1
 
     def leave(self, loads: Iterable[Transfer], waiter: Waiter) -> None:
@@ -236,7 +236,7 @@ class Transfers:
         (§9.2)."""
         for load in loads:
             if waiter in load.waiters:
-                load.waiters.discard(waiter)
+                del load.waiters[waiter]
                 if not load.waiters and not load.has_moved:
                     self._cancel(load)
         self._commit_loads()

@@ -1,0 +1,932 @@
+"""Schedules of a cache of two tiers: requests that share prefixes, on a deterministic loop.
+
+A schedule follows from its seed alone: the cache's shape, who comes when, what they do, which
+copies fail, hang or are late, when somebody resets, and in which order all of that happens. To see
+one again, step by step: `python -m tests.schedules SEED`.
+
+What is proved on the way:
+
+* a model reads the right bytes, layer by layer where the load is layer-wise (`ByteOracle`);
+* whatever is freed is overwritten at once, and whatever is taken must not have been written to
+  since (`Guarded`): nobody reads or writes a page that is not his;
+* the library's own checker and the bytes of both tiers, every few steps and at every quiet moment;
+* what the tree has was published, and while nothing was dropped, all that was published is found;
+* in the end nothing is held, locked, in flight or waiting.
+
+`Played.met` says what a schedule has met; `test_schedules.py` has the floors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final
+from unittest import mock
+
+import numpy as np
+import numpy.typing as npt
+
+from tests.lease_helpers import P, settings
+from tiered_cache import (
+    AdmissionTimeout,
+    CapacityError,
+    Chunk,
+    ClosedError,
+    Lease,
+    LoadFailed,
+    MatchPrefixParams,
+    RadixKey,
+    StaleError,
+    UnifiedRadixCache,
+)
+from tiered_cache.layers import NO_LOADS
+from tiered_cache.observe import Event, EventKind
+from tiered_cache.pools.allocator import PageAllocator
+from tiered_cache.testing.awaits import assert_nothing_left
+from tiered_cache.testing.loop import HANG, DeterministicLoop, SeededExecutor, SeededJob
+from tiered_cache.testing.oracle import ByteOracle, OracleModel, path_tokens
+from tiered_cache.transfer import copier
+from tiered_cache.transfer.copier import Direction
+from tiered_cache.transfer.cpu import CpuCopier
+from tiered_cache.types import EvictParams, PageIds, Tier
+from tiered_cache.write_policies import WriteBack, WriteThrough
+
+LAYERS: Final = (0, 1)
+
+PAGE_BYTES: Final = 128
+"""State of a page of `lease_helpers.MODEL`: two layers, keys and values, 4 tokens of 8 bytes."""
+
+WRITE_POLICIES: Final = ("write_through", "write_through_selective", "write_back")
+
+MAX_STEPS: Final = 60
+"""More steps of one request are taken for one that never ends."""
+
+
+class ModelError(Exception):
+    """What a failing run raises."""
+
+
+class CopyError(Exception):
+    """What a failing copy raises."""
+
+
+class DeviceError(Exception):
+    """What the `ready` of a commit raises."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What does not change within a schedule."""
+
+    write_policy: str
+    device_pages: int
+    host_pages: int
+    eviction_policy: str
+    threshold: int
+    run_threads: int
+    copy_threads: int
+    job_pages: int
+    """A job moves at most so many pages, so that a load is several jobs and may arrive in part."""
+    raising: float
+    """Share of the copies that fail; `hanging`: that end late or very late."""
+    hanging: float
+    resets: int
+    closes_early: bool
+    checks: float
+    """Share of the steps after which everything is proved."""
+
+    @classmethod
+    def drawn(cls, draws: random.Random) -> Shape:
+        device_pages = draws.choice((8, 8, 10, 12, 16))
+        smaller, larger = draws.randint(3, device_pages - 1), device_pages + draws.randint(4, 40)
+        is_calm = draws.random() < 0.35
+        return cls(
+            write_policy=draws.choice(WRITE_POLICIES),
+            device_pages=device_pages,
+            host_pages=smaller if draws.random() < 0.3 else larger,
+            eviction_policy=draws.choice(("lru", "lru", "lru", "lfu", "slru")),
+            threshold=draws.choice((1, 1, 1, 2 * P + 1)),
+            run_threads=draws.choice((1, 1, 2)),
+            copy_threads=draws.choice((1, 1, 1, 2)),
+            job_pages=draws.choice((1, 1, 2, 100)),
+            raising=0.0 if is_calm else draws.choice((0.05, 0.15, 0.3)),
+            hanging=0.0 if is_calm else draws.choice((0.1, 0.3)),
+            resets=0 if is_calm else draws.choice((0, 0, 1, 2)),
+            closes_early=draws.random() < 0.06,
+            checks=draws.choice((0.03,) * 7 + (0.5,)),
+        )
+
+    def config(self) -> Any:
+        return _config(
+            self.write_policy,
+            self.device_pages,
+            self.host_pages,
+            self.eviction_policy,
+            self.threshold,
+            self.run_threads,
+        )
+
+
+@lru_cache(maxsize=4096)
+def _config(
+    write_policy: str, pages: int, host_pages: int, policy: str, threshold: int, threads: int
+) -> Any:
+    return settings(
+        device={"tokens": pages * P, "eviction_policy": policy},
+        host={
+            "tokens": host_pages * P,
+            "write_policy": write_policy,
+            "eviction_policy": policy,
+            "load_back_threshold": threshold,
+        },
+        run_threads=threads,
+    )
+
+
+class Slots:
+    """Where a run's tokens stood when it began: a model looks once."""
+
+    def __init__(self, slots: npt.NDArray[np.int64]) -> None:
+        self._slots = slots.copy()
+
+    def slots(
+        self, component: str = "full", start: int = 0, stop: int | None = None
+    ) -> npt.NDArray[np.int64]:
+        return self._slots[start:stop]
+
+
+class Guarded:
+    """An allocator whose free pages are overwritten, and must stay so until they are taken."""
+
+    def __init__(self, inner: PageAllocator, oracle: ByteOracle, *, on_host: bool) -> None:
+        self._inner = inner
+        self._oracle = oracle
+        self._on_host = on_host
+        self.capacity = inner.capacity
+        self._spoil(inner.free_ids())
+
+    @property
+    def num_free(self) -> int:
+        return self._inner.num_free
+
+    def allocate(self, num_pages: int) -> PageIds | None:
+        ids = self._inner.allocate(num_pages)
+        if ids is not None:
+            self._oracle.verify_spoilt("full", ids, on_host=self._on_host)
+        return ids
+
+    def free(self, ids: PageIds) -> None:
+        self._inner.free(ids)
+        self._spoil(ids)
+
+    def reset(self, taken: PageIds | None = None) -> None:
+        self._inner.reset(taken)
+        self._spoil(self._inner.free_ids())
+
+    def free_ids(self) -> PageIds:
+        return self._inner.free_ids()
+
+    def verify(self) -> None:
+        """Nobody has written to a free page."""
+        self._oracle.verify_spoilt("full", self._inner.free_ids(), on_host=self._on_host)
+
+    def _spoil(self, ids: PageIds) -> None:
+        self._oracle.spoil("full", ids, on_host=self._on_host)
+
+
+class LayerReader:
+    """A model in a thread that waits for each layer before it reads it.
+
+    A job on this loop cannot wait. So the job hangs, and a task does what the thread would do.
+    """
+
+    def __init__(self, schedule: Schedule, chunk: Chunk) -> None:
+        self._schedule = schedule
+        self._chunk = chunk
+        self._error: BaseException | None = None
+
+    async def read(self, job: SeededJob) -> None:
+        chunk, oracle = self._chunk, self._schedule.oracle
+        key, layers = chunk.lease.key, chunk.lease.layers
+        try:
+            slots = Slots(chunk.slots("full", 0))
+            for layer in LAYERS:
+                await layers.arrive(layer)
+                oracle.verify(slots, key, 0, chunk.start, layer)
+                oracle.write(slots, key, chunk.start, chunk.stop, layer)
+                await self._schedule.pause()
+            oracle.verify(slots, key, 0, chunk.stop)
+        except BaseException as error:
+            self._error = error
+            if not isinstance(error, (LoadFailed, StaleError)):
+                self._schedule.faults.append(f"{chunk!r}: {error!r}")
+        job.release()
+
+    def __call__(self, chunk: Chunk) -> int:
+        if self._error is not None:
+            raise self._error
+        return chunk.stop
+
+
+class Launch:
+    """A model on a device that computes on after the run has returned: it writes when `finish`
+    comes to it."""
+
+    def __init__(self, schedule: Schedule, chunk: Chunk) -> None:
+        self._schedule = schedule
+        self._chunk = chunk
+        self._slots: Slots | None = None
+        self.pages: set[int] = set()
+        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def __call__(self, chunk: Chunk) -> int:
+        self._schedule.model.oracle.verify(chunk, chunk.lease.key, 0, chunk.start)
+        self._slots = Slots(chunk.slots("full", 0))
+        self.pages = set((self._slots.slots()[chunk.start :] // P).tolist())
+        return chunk.stop
+
+    def start(self) -> None:
+        """Its chunk is about to be committed."""
+        self._schedule.unwritten |= self.pages
+        lease = self._chunk.lease
+        key = RadixKey(lease.tokens.copy(), cache_salt=lease.key.namespace.cache_salt)
+        self._schedule.spawn(self._finish(key))
+
+    async def _finish(self, key: RadixKey) -> None:
+        assert self._slots is not None, "it has run"
+        await asyncio.sleep(self._schedule.draws.choice((0, 1, 1, 2, 5)))
+        self._schedule.oracle.write(self._slots, key, self._chunk.start, self._chunk.stop)
+        self._schedule.unwritten -= self.pages
+        if self._schedule.draws.random() < 0.03:
+            self._schedule.meet("fences that failed")
+            self.ready.set_exception(DeviceError())
+        else:
+            self.ready.set_result(None)
+
+
+class Schedule:
+    """One run of everything. `met`: what came about."""
+
+    def __init__(self, loop: DeterministicLoop) -> None:
+        self.loop = loop
+        self.draws = loop.random
+        self.shape = Shape.drawn(self.draws)
+        self.met: Counter[str] = Counter()
+        self.faults: list[str] = []
+        self.unwritten: set[int] = set()
+        """Device pages that were published before they are written."""
+        self._published: set[tuple[str, bytes]] = set()
+        self._dropped_before = 0
+        self._actors: list[asyncio.Task[None]] = []
+        self._cancelled: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()
+        self._is_over = False
+        self.cache: UnifiedRadixCache
+        self.oracle: ByteOracle
+        self.model: OracleModel
+
+    def meet(self, what: str, count: int = 1) -> None:
+        self.met[what] += count
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self.loop.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    # --- the course of it -------------------------------------------------------------------------
+
+    async def play(self) -> Counter[str]:
+        shape, loop = self.shape, self.loop
+        loop.note(repr(shape))
+        self._run_executor = SeededExecutor(
+            loop, name="run", num_threads=shape.run_threads, execute_at="end", fault=self._run_fault
+        )
+        self._copy_executor = SeededExecutor(
+            loop, name="copy", num_threads=shape.copy_threads, fault=self._copy_fault
+        )
+        self.cache = await UnifiedRadixCache.open(
+            shape.config(),
+            observers=[self],
+            run_executor=self._run_executor,
+            copy_executor=self._copy_executor,
+            io_executor=SeededExecutor(loop, name="io"),
+        )
+        self.controller = self.cache._controller
+        self.oracle = ByteOracle(self.cache)
+        self.model = OracleModel(self.oracle)
+        self._guard()
+        self._watch()
+        await self._bursts()
+        if shape.closes_early:
+            self.meet("closed with everything under way")
+            await self.cache.aclose(self.draws.choice((0, 1, 10)))
+        await self._end()
+        return self.met
+
+    async def _bursts(self) -> None:
+        draws = self.draws
+        longest = min(7, self.shape.device_pages - 1) * P
+        families = [_tokens(name, longest) for name in range(draws.choice((2, 3)))]
+        operators = [self.loop.create_task(self._operate())]
+        resets = sorted(draws.choice((3, 6, 9, 12)) for _ in range(self.shape.resets))
+        for at in resets:
+            self.loop.call_later(at, self._reset)
+        for family in families:
+            self._arrive(family[: self._length()], "")
+        for _ in range(draws.randint(2, 4)):
+            await asyncio.sleep(draws.choice((0, 1, 2, 5)))
+            if draws.random() < 0.8:
+                await asyncio.wait(self._actors, timeout=draws.choice((0, 20, 100)))
+                await self._demote()
+            family, length = draws.choice(families), self._length()
+            if draws.random() < 0.8 and not self.cache.closed:  # what the host has most of
+                hits = [self._match("", family, None).host_hit_length for family in families]
+                family = families[hits.index(max(hits))]
+                length = max(length, min(max(hits) + draws.randint(1, P), len(family)))
+            is_equal = draws.random() < 0.6
+            salt = "x" if draws.random() < 0.08 else ""
+            for _ in range(draws.choice((1, 2, 3, 4))):
+                tokens = family[: length if is_equal else self._length()]
+                if draws.random() < 0.25:
+                    cut = draws.randint(1, len(tokens))
+                    tokens = tokens[:cut] + _tokens(90 + draws.randint(0, 2), len(tokens) - cut)
+                self._arrive(tokens, salt)
+        for task in operators:
+            task.cancel()
+        await asyncio.wait(operators)
+        for task in operators:
+            if not task.cancelled():
+                task.result()
+
+    def _length(self) -> int:
+        return self.draws.randint(2 * P, min(6, self.shape.device_pages - 1) * P)
+
+    async def _demote(self) -> None:
+        """As an engine that needs the device for something else, for a moment."""
+        with contextlib.suppress(TimeoutError, ClosedError):
+            async with asyncio.timeout(self.draws.choice((1, 10, 10))):
+                num_tokens = self.shape.device_pages * P
+                await self.cache.evict(EvictParams(num_tokens))
+
+    def _arrive(self, tokens: list[int], salt: str) -> None:
+        draws = self.draws
+        work = self._pair if draws.random() < 0.08 else self._request
+        task = self.loop.create_task(work(tokens, salt))
+        self._actors.append(task)
+        if draws.random() < 0.2:
+            self.loop.call_later(draws.choice((0, 1, 1, 2, 3, 5)), self._cancel, task)
+
+    def _cancel(self, task: asyncio.Task[None]) -> None:
+        if not task.done():
+            self.meet("cancelled")
+            self.meet("cancelled with transfers under way", bool(self.controller.transfers))
+            self._cancelled.add(task)
+            task.cancel()
+
+    async def _end(self) -> None:
+        """Nothing fails or hangs any more; everybody comes to an end, and nothing is left."""
+        self._is_over = True
+        await asyncio.wait(self._actors)
+        for task in self._actors:
+            if task.cancelled():
+                assert task in self._cancelled, f"{task.get_name()} was not cancelled by anybody"
+            else:
+                task.result()
+        while self._background:
+            await asyncio.wait(tuple(self._background))
+        if not self.cache.closed:
+            await self.cache.drain()
+            self._prove_quiet()
+            await self._read_back()
+            await self.cache.drain()
+            self._prove_quiet()
+        assert await self.cache.aclose(None) == []
+        await assert_nothing_left(self.cache)
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        assert not left, f"tasks are left: {left}"
+        counters = self.controller.counters
+        for name in counters.__slots__:
+            self.meet(name, getattr(counters, name))
+
+    async def _read_back(self) -> None:
+        """What is known to be there is reused, and reads right."""
+        counters, draws = self.controller.counters, self.draws
+        for salt, data in draws.sample(sorted(self._published), min(2, len(self._published))):
+            tokens = np.frombuffer(data, np.int64).tolist()
+            match = self._match(salt, tokens, len(tokens) - 1)
+            before = counters.pages_evicted_host, counters.tokens_dropped
+            async with self.cache.lease(tokens, cache_salt=salt) as lease:
+                self._granted(lease)
+                if before == (counters.pages_evicted_host, counters.tokens_dropped):
+                    wanted = match.best_length
+                    if match.host_hit_length < self.shape.threshold:
+                        wanted = match.device_length
+                    assert lease.prefix_len == wanted, (lease, match, lease.why)
+                while chunk := await lease.next_chunk(100):
+                    await lease.run(self.model, chunk)
+                    lease.commit(chunk)
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    async def _request(self, tokens: list[int], salt: str) -> None:
+        draws = self.draws
+        reserve = draws.choice((0, 0, 0, 3, 6))
+        room = self.shape.device_pages * P - len(tokens)
+        timeout = draws.choice((None, None, None, 0, 3))
+        lease: Lease | None = None
+        try:
+            async with self.cache.lease(
+                tokens,
+                cache_salt=salt,
+                reserve=min(reserve, room),
+                priority=draws.choice((0, 0, 1)),
+                layerwise=draws.random() < 0.4,
+                timeout=timeout,
+                load_timeout=draws.choice((None, None, None, 0, 0.5, 1)),
+            ) as lease:
+                self._granted(lease)
+                await self._use(lease)
+        except AdmissionTimeout:
+            assert timeout is not None
+        except StaleError:
+            assert lease is not None, "waiting requests outlive a reset"
+            assert self._is_stale(lease), lease
+        except ClosedError:
+            assert self.cache.closed
+
+    def _granted(self, lease: Lease) -> None:
+        self._note(f"{lease!r} granted {lease.prefix_len}")
+        self._step()
+        if self._is_stale(lease):
+            return
+        assert lease.prefix_len % P == 0
+        assert lease.prefix_len < len(lease)
+        assert lease.hits.total == lease.prefix_len == lease.computed, (lease, lease.hits)
+        assert lease.why
+
+    async def _use(self, lease: Lease) -> None:
+        draws = self.draws
+        num_appended, most = 0, draws.choice((0, 0, 2, 6))
+        for _ in range(MAX_STEPS):
+            await self.pause()
+            self._step()
+            if self.cache.closed:
+                return
+            choice = draws.random()
+            if choice < 0.05:
+                self._truncate(lease)
+            elif choice < 0.1:
+                self._note(f"{lease!r} finishes")
+                lease.finish()
+            elif choice < 0.12:
+                break
+            chunk = await lease.next_chunk(draws.choice((3, 2 * P, 100, 100)))
+            if chunk is not None:
+                self._check_chunk(lease, chunk)
+                await self._compute(lease, chunk)
+            elif num_appended < most:
+                num_appended += 1
+                if not self._append(lease):
+                    break
+            else:
+                break
+        else:
+            raise AssertionError(f"{lease!r} never ends")
+        end = draws.choice(("finish", "finish", "suspend", "close"))
+        self._note(f"{lease!r}: {end}")
+        if end == "suspend":
+            lease.suspend()
+        elif end == "finish":
+            lease.finish()
+
+    def _check_chunk(self, lease: Lease, chunk: Chunk) -> None:
+        assert chunk.start == lease.frontier < chunk.stop
+        assert chunk.tokens.tolist() == lease.tokens[chunk.start : chunk.stop].tolist()
+
+    def _append(self, lease: Lease) -> bool:
+        room = lease.room
+        try:
+            lease.append(self.draws.randint(50, 52))
+        except CapacityError:
+            assert room == 0, "growth within the reserve cannot fail"
+            self.meet("growth refused")
+            return False
+        return True
+
+    def _truncate(self, lease: Lease) -> None:
+        length = len(lease) - self.draws.randint(1, 5)
+        is_legal = max(1, lease.committed) <= length
+        try:
+            lease.truncate(length)
+        except ValueError:
+            is_coming = lease._is_using_load and length < lease._own_from * P
+            assert not is_legal or lease.is_running or is_coming
+        else:
+            assert is_legal
+            self.meet("truncations")
+
+    async def _compute(self, lease: Lease, chunk: Chunk) -> None:
+        draws = self.draws
+        hows = ("commits",) * 6 + ("launches", "returns", "fails", "pipelines")
+        how = draws.choice(hows)
+        await lease.ready()
+        self._note(f"{chunk!r} {how}")
+        model: Callable[..., Any] = self._model_for(lease, chunk)
+        launch = None
+        if how == "fails":
+            model = _explode
+        elif how == "launches" and model is self.model:
+            model = launch = Launch(self, chunk)
+        try:
+            if how == "pipelines":
+                await self._pipeline(lease, chunk, model)
+            else:
+                await lease.run(model, chunk)
+            if how in ("commits", "launches", "pipelines"):
+                await self._commit(lease, chunk, launch)
+        except LoadFailed:
+            self.meet("runs that a load has failed under")
+        except ModelError:
+            pass
+        except StaleError:
+            if self._is_stale(lease):
+                raise
+            self.meet("chunks that had become stale")
+
+    async def _commit(self, lease: Lease, chunk: Chunk, launch: Launch | None) -> None:
+        if launch is None:
+            if self.draws.random() < 0.2:
+                await self.pause()
+            lease.commit(chunk)
+        elif self.cache.closed or self._is_stale(lease):
+            lease.check()
+        else:
+            self.meet("fences")
+            launch.start()
+            lease.commit(chunk, ready=launch.ready)
+        self._step()
+
+    def _model_for(self, lease: Lease, chunk: Chunk) -> Callable[..., Any]:
+        return self.model if lease.layers is NO_LOADS else LayerReader(self, chunk)
+
+    async def _pipeline(self, lease: Lease, chunk: Chunk, model: Callable[..., Any]) -> None:
+        """The next chunk is asked for, and queued, while the first is being computed."""
+        runs = [self.loop.create_task(lease.run(model, chunk))]
+        try:
+            await asyncio.sleep(0)
+            if chunk.stop < len(lease) and lease.frontier == chunk.stop:
+                second = await lease.next_chunk(P)
+                if second is not None:
+                    self._check_chunk(lease, second)
+                    await lease.ready()
+                    self.meet("runs queued behind their own")
+                    work = lease.run(self._model_for(lease, second), second)
+                    runs.append(self.loop.create_task(work))
+                    await asyncio.sleep(0)
+                    if lease.is_running and self.draws.random() < 0.5:
+                        lease.finish()
+            for run in runs:
+                await run
+        finally:
+            for run in runs:
+                if not run.done():
+                    run.cancel()
+            await _all_ended(runs)
+
+    async def _pair(self, tokens: list[int], salt: str) -> None:
+        """Two leases that are computed in batches and grow together."""
+        leases: list[Lease] = []
+        other = tokens[: 1 + len(tokens) // 2] + _tokens(99, 2)
+        try:
+            for prompt in (tokens, other):
+                lease = await self.cache.acquire(prompt, cache_salt=salt, timeout=2)
+                leases.append(lease)
+            for _ in range(3):
+                chunks = [lease.pending for lease in leases]
+                ready = [chunk for chunk in chunks if chunk is not None]
+                for lease in leases:
+                    await lease.ready()
+                if ready:
+                    self.meet("batches")
+                    await self.cache.run(leases, self.model, ready)
+                for chunk in ready:
+                    chunk.lease.commit(chunk)
+                self._step()
+                victims = self.cache.extend(leases, [60] * len(leases))
+                if victims:
+                    self.meet("growth refused")
+                    for lease in victims:
+                        lease.suspend()
+                        leases.remove(lease)
+                    assert not leases or self.cache.extend(leases, [60] * len(leases)) == []
+        except AdmissionTimeout:
+            pass
+        except StaleError:
+            assert any(map(self._is_stale, leases)) or not leases, leases
+        except ClosedError:
+            assert self.cache.closed
+        finally:
+            for lease in leases:
+                lease.close()
+
+    # --- operators --------------------------------------------------------------------------------
+
+    async def _operate(self) -> None:
+        """Somebody who drains, looks, and takes room away."""
+        draws = self.draws
+        while not self.cache.closed:
+            await asyncio.sleep(draws.choice((1, 2, 3)))
+            choice = draws.random()
+            if choice < 0.2:
+                await self.cache.drain()
+            elif choice < 0.5:
+                await self.cache.evict_host(EvictParams(draws.randint(1, 4) * P))
+            elif choice < 0.6:
+                await self.cache.evict(EvictParams(draws.randint(1, 4) * P))
+            elif choice < 0.8:
+                self.prove()
+            else:
+                self.cache.stats()
+                self.cache.outstanding()
+
+    def _reset(self) -> None:
+        if self.cache.closed or self._is_over:
+            return
+        transfers = self.controller.transfers
+        assert transfers is not None
+        self.meet("resets with transfers in flight", bool(transfers))
+        self._note(f"reset with {list(transfers)}")
+        self.cache.reset()
+        self._forget()
+        for pools in (self.cache.stats().pools, self.cache.stats().host):
+            for pool in pools.values():
+                assert pool.free + pool.quarantined == pool.capacity, pool
+
+    def _forget(self) -> None:
+        self._published.clear()
+        self._dropped_before = self.controller.counters.tokens_dropped
+
+    # --- executors --------------------------------------------------------------------------------
+
+    def _copy_fault(self, job: SeededJob) -> float | BaseException | None:
+        if self._is_over:
+            return None
+        shape, draws = self.shape, self.draws
+        draw = draws.random()
+        if draw < shape.raising:
+            if draws.random() < 0.5:
+                job.execute()  # and then it says that it has failed
+            return CopyError()
+        is_load = job.args[1][0].direction is Direction.LOAD  # somebody may join it
+        if draw < shape.raising + shape.hanging * (2 if is_load else 1):
+            if draws.random() < 0.2:
+                self.meet("copies that hang")
+                self.loop.call_later(draws.choice((2, 6, 20)), job.release)
+                return HANG
+            return draws.choice((0.5, 1.0, 3.0))
+        return None
+
+    def _run_fault(self, job: SeededJob) -> float | BaseException | None:
+        model = job.args[0]
+        if isinstance(model, LayerReader):
+            self.spawn(model.read(job))
+            return HANG
+        return self.draws.choice((None, None, None, 1.0, 3.0))
+
+    # --- what is watched --------------------------------------------------------------------------
+
+    def _guard(self) -> None:
+        controller = self.controller
+        self._guards = []
+        for pages, on_host in ((controller.accounts, False), (controller.host_pages, True)):
+            assert pages is not None
+            guard: Any = Guarded(pages.allocators[0], self.oracle, on_host=on_host)
+            pages.allocators = (guard,)
+            self._guards.append(guard)
+
+    def _watch(self) -> None:
+        """Count what the library's own counters do not."""
+        controller, tree = self.controller, self.cache.tree
+        transfers, policy = controller.transfers, controller.write_policy
+        assert transfers is not None
+
+        def on_split(child: Any, depth: int) -> None:
+            self.meet("splits with a transfer pending", child.data[0].pending is not None)
+
+        def on_failed(batch: Any, at: int, error: Any) -> None:
+            self.meet(f"copies that failed at {'the first job' if at == 0 else 'a later job'}")
+
+        def on_commit(transfer: Any) -> None:
+            batch = transfer.batch
+            arrived = 0 < transfer.num_moved < transfer.num_pages
+            self.meet(f"{transfer.kind}s that arrived in part", arrived)
+            is_lost = not transfer.num_moved and batch.num_pages_done > 0
+            self.meet("loads whose path did not come", is_lost and not transfer.by_layer)
+            self.meet("layer-wise loads", transfer.by_layer)
+
+        def on_stale(transfer: Any) -> None:
+            self.meet(f"{transfer.kind}s that a reset came before")
+
+        _before(tree, "_split_node", on_split)
+        _before(transfers._mover, "_failed", on_failed)
+        _before(transfers, "_commit", on_commit)
+        _before(transfers, "_end_stale", on_stale)
+        self._count(
+            tree, "commit_transfer", "transfers that brought what was there", lambda ids: len(ids)
+        )
+        if isinstance(policy, WriteBack):
+            self._count(policy, "_start_round", "write_back rounds", bool)
+        elif isinstance(policy, WriteThrough):
+            self._count(policy, "_start", "stores put off", lambda done: not done)
+
+    def _count(self, owner: Any, name: str, what: str, counts: Callable[[Any], object]) -> None:
+        call = getattr(owner, name)
+
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            result = call(*args, **kwargs)
+            self.meet(what, bool(counts(result)))
+            return result
+
+        setattr(owner, name, counting)
+
+    def on_event(self, event: Event) -> None:
+        if event.kind is EventKind.REMOVED:
+            assert event.node is not None
+            data = event.node.data[0]
+            if event.tier is Tier.DEVICE:
+                self.meet("demotions", data.host_value is not None)
+            elif data.value is not None:
+                self.meet("mirror reclaims")
+        elif event.kind is EventKind.COMMITTED:
+            leases = {lease.id: lease for lease in self.controller.all_leases()}
+            if event.lease_id in leases:
+                self._note_published(leases[event.lease_id])
+            else:
+                self.faults.append(f"lease {event.lease_id} has committed and is unknown")
+        elif event.kind is EventKind.CLEARED:
+            self._forget()
+
+    def _note_published(self, lease: Lease) -> None:
+        data = lease.key.data
+        for stop in range(P, lease.committed + 1, P):
+            self._published.add((lease.key.namespace.cache_salt, data[: stop * 8]))
+
+    # --- proof ------------------------------------------------------------------------------------
+
+    async def pause(self) -> None:
+        """Some turns, or some time."""
+        choice = self.draws.choice((0, 0, 1, 2, 3, 4))
+        if choice > 2:
+            await asyncio.sleep(choice - 2)
+        for _ in range(choice):
+            await asyncio.sleep(0)
+
+    def _note(self, line: str) -> None:
+        self.loop.note(f"{self.loop.time():g} {line}")
+
+    def _is_stale(self, lease: Lease) -> bool:
+        return lease.epoch != self.controller.epoch
+
+    def _step(self) -> None:
+        if self.draws.random() < self.shape.checks:
+            self.prove()
+
+    def prove(self) -> None:
+        """Everything that must hold between any two callbacks."""
+        self.cache.check_integrity()
+        self.oracle.verify_tree(self.unwritten)
+        for guard in self._guards:
+            guard.verify()
+        assert not self.faults + self.model.faults, self.faults + self.model.faults
+        for node in self.cache.tree.nodes():
+            known = node.namespace.cache_salt, path_tokens(node)
+            assert known in self._published, f"{node!r} was never published"
+        for lease in self.controller.all_leases():
+            if not lease.closed and not self._is_stale(lease):
+                self._prove_lease(lease)
+        self._prove_found()
+
+    def _prove_lease(self, lease: Lease) -> None:
+        stop = lease.computed if lease._load is None or lease._load.is_over else lease.committed
+        if stop and not self.unwritten.intersection((lease.slots("full", 0, stop) // P).tolist()):
+            self.oracle.verify(lease, lease.key, 0, stop)
+
+    def _prove_found(self) -> None:
+        """While nothing was dropped, everything that was published is on one of the tiers."""
+        if self.cache.closed or not self._published:
+            return
+        if self.controller.counters.tokens_dropped != self._dropped_before:
+            return
+        self.meet("found what was published")
+        for salt, data in self.draws.sample(sorted(self._published), 1):
+            match = self._match(salt, np.frombuffer(data, np.int64).tolist(), None)
+            assert match.best_length == len(data) // 8, (match, self.cache.pretty_print())
+
+    def _match(self, salt: str, tokens: list[int], limit: int | None) -> Any:
+        return self.cache.tree.match_prefix(
+            MatchPrefixParams(RadixKey(tokens, cache_salt=salt), limit)
+        )
+
+    def _prove_quiet(self) -> None:
+        """Nothing is in flight, and nobody holds anything."""
+        self.prove()
+        assert not self.unwritten
+        controller, tree = self.controller, self.cache.tree
+        assert self.cache.outstanding() == []
+        assert len(controller.fences) == len(tree.receipts) == len(controller.claims._claims) == 0
+        stats = self.cache.stats()
+        assert stats.num_leases == stats.num_queued == stats.num_runs == 0, stats
+        for pool in (*stats.pools.values(), *stats.host.values()):
+            assert pool.free + pool.evictable == pool.capacity, pool
+            assert pool.unspent == 0
+        for node in tree.nodes():
+            assert node.data[0].pending is None, node
+
+
+def _tokens(name: int, stop: int) -> list[int]:
+    return list(range(1000 * name, 1000 * name + stop))
+
+
+def _explode(*_: Any) -> None:
+    raise ModelError
+
+
+def _before(owner: Any, name: str, look: Callable[..., None]) -> None:
+    """Let `look` see what a method is called with."""
+    call = getattr(owner, name)
+
+    def looking(*args: Any) -> Any:
+        look(*args)
+        return call(*args)
+
+    setattr(owner, name, looking)
+
+
+async def _all_ended(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Wait for tasks to end, whoever is cancelled meanwhile; look at what they have raised."""
+    waiting = set(tasks)
+    is_cancelled = False
+    while waiting := {task for task in waiting if not task.done()}:
+        try:
+            await asyncio.wait(waiting)
+        except asyncio.CancelledError:
+            is_cancelled = True
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()
+    if is_cancelled:
+        raise asyncio.CancelledError
+
+
+@dataclass(frozen=True)
+class Played:
+    """What a schedule came to."""
+
+    seed: int
+    digest: str
+    met: Counter[str]
+
+
+def play(seed: int, trace: list[str] | None = None) -> Played:
+    """Run the schedule of a seed.
+
+    Raises:
+        Whatever it has found, with the seed and how to see it again as a note.
+    """
+    loop = DeterministicLoop(seed)
+    schedule = Schedule(loop)
+    if trace is not None:
+        loop.trace = trace
+    job_bytes = schedule.shape.job_pages * PAGE_BYTES
+    try:
+        with (
+            mock.patch.object(copier, "JOB_BYTES", job_bytes),
+            mock.patch.object(CpuCopier, "num_threads", schedule.shape.copy_threads),
+        ):
+            met = loop.run(schedule.play())
+    except BaseException as error:
+        error.add_note(f"seed {seed}; to see it again: python -m tests.schedules {seed}")
+        raise
+    return Played(seed, loop.trace_digest, met)
+
+
+def main(seeds: Sequence[str]) -> None:
+    """Replay the schedules of these seeds, with all that happened in the one that fails."""
+    for seed in seeds:
+        trace: list[str] = []
+        try:
+            played = play(int(seed), trace)
+        except BaseException:
+            sys.stdout.write("\n".join(trace) + "\n")
+            raise
+        sys.stdout.write(f"{played}\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,136 @@
+"""Thousands of schedules of two tiers, all different, and what they must have met (`schedules`)."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import Final
+
+import pytest
+
+from tests.schedules import Played, play
+
+PER_CI_RUN: Final = 3_200
+"""A few more than the 3,000 that must differ: two may come out alike."""
+
+PER_SOAK: Final = 100_000
+
+PER_PIECE: Final = 20
+
+FLOORS: Final = {
+    # Two that want the same.
+    "loads_joined": 500,
+    "splits with a transfer pending": 500,
+    "transfers that brought what was there": 40,
+    "rematches": 1_000,
+    # Reserve: no room.
+    "stores_refused": 200,
+    "stores put off": 200,
+    # Move: the copier raises.
+    "copies that failed at the first job": 200,
+    "copies that failed at a later job": 200,
+    "stores that arrived in part": 200,
+    "loads that arrived in part": 50,
+    "load_timeouts": 100,
+    "copies that hang": 200,
+    # Commit: the target is gone.
+    "resets with transfers in flight": 100,
+    "transfers that a reset came before": 200,
+    # Somebody ends in the middle.
+    "cancelled with transfers under way": 500,
+    "closed with everything under way": 100,
+    # Layer by layer.
+    "layer-wise loads": 500,
+    "runs that a load has failed under": 10,
+    # What the tiers do for each other.
+    "demotions": 2_000,
+    "mirror reclaims": 500,
+    "write_back rounds": 1_000,
+    "tokens_hit_host": 10_000,
+    # What requests do.
+    "fences": 2_000,
+    "fences that failed": 100,
+    "runs queued behind their own": 500,
+    "truncations": 1_000,
+    "growth refused": 200,
+    "batches": 1_000,
+    # What the proofs could prove.
+    "found what was published": 5_000,
+}
+"""How often one CI run must meet each situation."""
+
+
+def play_some(seeds: range) -> list[Played]:
+    """In a process of its own; whatever is found names its seed."""
+    logging.disable(logging.CRITICAL)  # copies that fail are told of; thousands do
+    played = []
+    for seed in seeds:
+        try:
+            played.append(play(seed))
+        except BaseException as error:  # with its notes, which do not survive the way back
+            raise AssertionError("".join(traceback.format_exception(error))) from None
+    return played
+
+
+def play_all(seeds: range) -> Iterator[Played]:
+    """On all processors there are for it."""
+    pieces = [seeds[at : at + PER_PIECE] for at in range(0, len(seeds), PER_PIECE)]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=context) as processes:
+        try:
+            for played in processes.map(play_some, pieces):
+                yield from played
+        finally:
+            processes.shutdown(cancel_futures=True)
+
+
+def play_and_count(seeds: range) -> tuple[set[str], Counter[str]]:
+    digests: set[str] = set()
+    met: Counter[str] = Counter()
+    began = told = time.monotonic()
+    for count, played in enumerate(play_all(seeds), 1):
+        digests.add(played.digest)
+        met.update(played.met)
+        if time.monotonic() > told + 60:
+            told = time.monotonic()
+            sys.stderr.write(f"{count} schedules, {count / (told - began):.1f} a second\n")
+    return digests, met
+
+
+def missed(met: Counter[str]) -> dict[str, int]:
+    met["transfers that a reset came before"] = (
+        met["loads that a reset came before"] + met["stores that a reset came before"]
+    )
+    return {what: met[what] for what, floor in FLOORS.items() if met[what] < floor}
+
+
+@pytest.mark.timeout(600)
+def test_thousands_of_schedules() -> None:
+    """The same ones every time, no two alike, and they go where it is difficult."""
+    digests, met = play_and_count(range(PER_CI_RUN))
+    assert len(digests) >= 3_000
+    assert not missed(met), f"the schedules do not go there often enough any more: {missed(met)}"
+    assert met["background_failures"] == met["leases_dropped_unclosed"] == 0
+
+
+def test_a_schedule_replays_from_its_seed() -> None:
+    """To the last callback."""
+    for seed in range(5):
+        assert play(seed) == play(seed)
+
+
+@pytest.mark.soak
+def test_a_hundred_thousand_schedules() -> None:
+    """New ones every time: from a seed that the clock gives."""
+    first = time.time_ns() // 1_000_000
+    sys.stderr.write(f"seeds from {first}\n")
+    digests, met = play_and_count(range(first, first + PER_SOAK))
+    assert len(digests) >= PER_SOAK * 0.99
+    assert not missed(met)

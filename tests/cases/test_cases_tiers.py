@@ -176,7 +176,8 @@ def test_b98_a_close_does_not_wait_longer_than_its_limit(limit: float, what: str
             began = clock()
             left = await r.cache.aclose(limit)
             assert clock() - began <= limit
-            assert [item.kind for item in left] == [what.split()[-1]]
+            assert [item.pages for item in left] == [{"full": 4}]
+            assert what.split()[-1] in left[0].owner
             if waiter is not None:
                 await asyncio.wait([waiter])
                 if what == "load":

@@ -1,0 +1,147 @@
+"""What the schedules have found, each as short as it gets; the docstrings name a seed of that
+time."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.lease_helpers import chunk_of, rig, seq, start, turns
+from tests.tier_helpers import store, tiers
+from tiered_cache import ClosedError, StaleError
+from tiered_cache.layers import LayerProgress, stale_load
+
+A, B, C = seq("A", 25), seq("B", 25), seq("C", 25)
+FORK = A[:12] + B[12:]
+"""Shares three pages with A."""
+
+
+async def test_of_anothers_load_a_lease_uses_what_is_on_its_own_path() -> None:
+    """Seed 75: the load goes on below the fork, and the page table named its pages there too."""
+    async with tiers() as (r, copies):
+        await store(r, copies, A)
+        first = await r.lease(A, layerwise=True)
+        second = await r.lease(FORK, layerwise=True)
+        assert (first.prefix_len, second.prefix_len) == (24, 12)
+        r.check()
+        await copies.all()
+        await r.compute(second)
+        await r.compute(first)
+        second.close()
+        first.close()
+        await copies.all()
+
+
+async def test_who_joined_a_load_hears_that_the_cache_was_closed() -> None:
+    """Seed 24: the joined load was cancelled, and planning again met a lease without a receipt."""
+    async with tiers() as (r, copies):
+        await store(r, copies, A)
+        first = start(r.lease(A[:13]))
+        await turns()
+        second = start(r.lease(A))
+        await turns()
+        assert r.counters.loads_joined == 1
+        copies.start()
+        await r.cache.aclose(0)
+        copies.end()
+        for work in (first, second):
+            with pytest.raises(ClosedError):
+                await work
+        await r.cache.aclose()
+
+
+async def test_a_job_that_ends_after_a_reset_does_not_undo_the_failure() -> None:
+    """Seed 489: the model waited for ever for the layers of a load that nobody would commit."""
+    progress = LayerProgress((0, 1, 2), ())
+    progress.fail(stale_load())
+    progress.advance(2)
+    with pytest.raises(StaleError):
+        progress.wait(0)
+    with pytest.raises(StaleError):
+        await progress.arrive(2)
+
+
+async def test_a_commit_under_a_fence_leaves_what_is_promised_to_others() -> None:
+    """Seed 538: it held another's equal pages, and its own did not go home before the fence was
+    lifted; so it waits, if there is no room for both."""
+    async with rig(pages=8) as r:
+        first = await r.lease(A[:9])
+        chunk = await chunk_of(first, 8)
+        await first.run(r.model, chunk)
+        async with r.cache.lease(A[:9]) as second:
+            await second.run(r.model, again := await chunk_of(second, 8))
+            second.commit(again)
+        third = await r.lease(C[:20])
+        assert (r.pool.free, r.pool.evictable, r.pool.unspent) == (4, 2, 6)
+        written = asyncio.Event()
+        assert first.commit(chunk, ready=written) == 0
+        assert first.committed == 0
+        r.check()
+        await r.compute(third)  # takes all that was promised
+        written.set()
+        await turns()
+        assert first.committed == 8
+        r.check()
+        await r.compute(first)
+        first.close()
+        third.close()
+
+
+async def test_with_room_for_both_a_commit_under_a_fence_takes_the_canonical_pages() -> None:
+    """Its own ones are quarantined until the fence is lifted."""
+    async with rig(pages=8) as r:
+        first = await r.lease(A[:9])
+        chunk = await chunk_of(first, 8)
+        await first.run(r.model, chunk)
+        async with r.cache.lease(A[:9]) as second:
+            await second.run(r.model, again := await chunk_of(second, 8))
+            second.commit(again)
+            canonical = second.pages["full"][:2].tolist()
+        written = asyncio.Event()
+        first.commit(chunk, ready=written)
+        assert (first.committed, first.pages["full"][:2].tolist()) == (8, canonical)
+        assert (r.pool.free, r.pool.evictable) == (4, 0)
+        r.check()
+        first.close()
+        assert r.pool.free == 4
+        written.set()
+        await turns()
+        assert (r.pool.free, r.pool.evictable) == (6, 2)
+
+
+async def test_growth_after_a_truncation_under_a_fence_cannot_fail() -> None:
+    """The pages that it gave up are its next ones: the same device writes them, later."""
+    async with rig(pages=4) as r:
+        lease = await r.lease(A[:5], reserve=8)
+        await lease.run(r.model, chunk := await chunk_of(lease))
+        written = asyncio.Event()
+        lease.commit(chunk, ready=written)
+        for _ in range(2):
+            for token in range(4):
+                lease.append(token)
+            lease.truncate(5)
+            r.check()
+        for token in range(8):
+            lease.append(token)
+        assert (r.pool.free, r.pool.unspent) == (0, 0)
+        r.check()
+        written.set()
+        await turns()
+        r.check()
+        lease.close()
+        assert r.pool.free == 3
+
+
+async def test_a_fence_that_stands_when_the_cache_is_closed_is_lifted_later() -> None:
+    """Seed 464: whoever was to lift it had been stopped, and its pages were quarantined for
+    ever."""
+    async with rig(pages=4) as r:
+        lease = await r.lease(A[:9])
+        await lease.run(r.model, chunk := await chunk_of(lease))
+        written = asyncio.Event()
+        lease.commit(chunk, ready=written)
+        left = await r.cache.aclose(0)
+        assert [item.kind for item in left] == ["quarantine"]
+        written.set()
+        assert await r.cache.aclose() == []

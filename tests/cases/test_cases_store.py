@@ -275,6 +275,24 @@ async def test_b43_a_host_smaller_than_the_device_works(
         await r.settled()
 
 
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize(("pages", "host_pages", "length"), [(16, 4, 1), (16, 8, 2), (12, 64, 2)])
+@pytest.mark.parametrize("clients", [1, 4])
+async def test_b43_write_back_copies_once_what_the_device_gives_up(
+    page_size: int, pages: int, host_pages: int, length: int, clients: int
+) -> None:
+    """B43: room for one victim's copy is not made of the next one's, or they would take turns."""
+    async with tiers(pages, host_pages, page_size=page_size, policy="write_back") as r:
+
+        async def client(first: int) -> None:
+            for number in range(first, first + 100 // clients):
+                await r.serve(r.prompt("A", (number + 1) * length, number * length))
+
+        await asyncio.gather(*[client(200 * number) for number in range(clients)])
+        await r.settled()
+        assert 0 < r.counters.pages_stored <= 1.1 * r.counters.pages_evicted
+
+
 # --- order ----------------------------------------------------------------------------------------
 
 

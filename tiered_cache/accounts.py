@@ -149,6 +149,9 @@ class PageAccounts(TierPages):
 
     def promise(self, num_pages: int) -> None:
         """Promise so many pages of every component (or take the promise back, if negative)."""
+        if len(self.promised) == 1:  # spelt out: every lease comes by here several times
+            self.promised[0] += num_pages
+            return
         for index in range(len(self.promised)):
             self.promised[index] += num_pages
 

@@ -141,7 +141,9 @@ class UnifiedRadixCache:
         priority, reserve = whole_number("priority", priority), whole_number("reserve", reserve)
         if reserve < 0:
             raise ValueError(f"reserve must not be negative, not {reserve}")
-        timeout, load_timeout = seconds("timeout", timeout), seconds("load_timeout", load_timeout)
+        if timeout is not None or load_timeout is not None:
+            timeout = seconds("timeout", timeout)
+            load_timeout = seconds("load_timeout", load_timeout)
         lease = Lease(
             self._controller, key, priority=priority, reserve=reserve, layerwise=layerwise is True
         )
@@ -158,7 +160,8 @@ class UnifiedRadixCache:
             limit = lease.reusable
             if not self._controller.ranks.is_alone:
                 limit = await lease.agree_on_reusable()
-            await lease.admit(limit, timeout)  # match → hold
+            if not lease.admit_now(limit):  # match → hold
+                await lease.admit(limit, timeout)
             if not lease.may_be_longer:
                 return
             try:

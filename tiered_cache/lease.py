@@ -122,9 +122,9 @@ class Lease:
         self.receipt: Receipt | None = None
         self.committed = 0
         self._computed = 0
-        self._running: list[Chunk] = []  # in runs that are active or queued
+        self._running: Sequence[Chunk] = ()  # in runs that are active or queued
         self._num_runs = 0
-        self._cuts: list[int] = []  # lengths that it was truncated to
+        self._cuts: Sequence[int] = ()  # lengths that it was truncated to
         self._deferred = 0  # commit up to here when the last run has ended
         self._reused = 0
         self._reused_host = 0  # what of it a load brought
@@ -132,10 +132,10 @@ class Lease:
         self._promised = 0  # of `unspent`, what the accounts know
         self._seen = -1  # the tree's growth when it was last matched
         self._load: PrefixLoad | None = None  # what it gets from the host
-        self._fences: list[Fence] = []
+        self._fences: Sequence[Fence] = ()
         # Given up under a fence: they go home when it is lifted. Until then the lease takes its
         # next pages from them, which the same device writes later.
-        self._retired: list[tuple[PageIds, ...]] = []
+        self._retired: Sequence[tuple[PageIds, ...]] = ()
         # Without entries until admission has looked: a reserve that can never fit costs no memory.
         self.table = PageTable(len(controller.tree.components), self._page_size)
 
@@ -160,12 +160,15 @@ class Lease:
         match = controller.tree.match_prefix(MatchPrefixParams(self.key, limit))
         return await controller.agree(f"grant {self.id}", limit, match.best_length)
 
+    def admit_now(self, limit: int) -> bool:
+        """If there is a place and nobody ahead, hold what the device has of the first `limit`
+        tokens."""
+        return self._controller.admission.admit_now(partial(self._try_grant, limit))
+
     async def admit(self, limit: int, timeout: float | None) -> None:
-        """Wait for a place, and in the very step in which there is one, hold what the device has of
-        the first `limit` tokens."""
-        admission, attempt = self._controller.admission, partial(self._try_grant, limit)
-        if not admission.admit_now(attempt):
-            await admission.admit(attempt, timeout, self._controller.check)
+        """`admit_now`, in the very step in which there is a place."""
+        controller, attempt = self._controller, partial(self._try_grant, limit)
+        await controller.admission.admit(attempt, timeout, controller.check)
 
     @property
     def may_be_longer(self) -> bool:
@@ -202,7 +205,8 @@ class Lease:
             self.prefix_len = boundary.depth
         self._full_hit_length = match.full_hit_length
         self.epoch = controller.epoch
-        self.settle_promise()
+        self._promised = self._admitted_pages - self.table.num_pages
+        controller.accounts.promise(self._promised)
         controller.granted(self)
         return True
 
@@ -264,7 +268,7 @@ class Lease:
         self._reused -= lost
         self._reused_host -= lost
         self._computed = self.prefix_len = self.committed
-        self._cuts.append(self.committed)
+        self._cuts = [*self._cuts, self.committed]
         self._deferred = load.end = 0
         load.has_failed = False
 
@@ -334,17 +338,18 @@ class Lease:
         controller = self._controller
         while True:
             self.check()
-            length = self.key.num_tokens
-            if self.frontier >= length:
+            start, length = self.frontier, self.key.num_tokens
+            if start >= length:
                 return None
             if self._load is not None and self._load.pages and not self._is_using_load:
                 await self._load.settled()
                 continue
             if not controller.ranks.is_alone:
                 await self._agree_on_rematch()
+                start = self.frontier
             elif controller.tree.growth != self._seen:
                 self._rematch(length - 1)
-            start = self.frontier
+                start = self.frontier
             claim = controller.claims.over(self.id, self.key, start)
             if claim is None:
                 break
@@ -474,17 +479,19 @@ class Lease:
     def begin_run(self, chunks: Sequence[Chunk]) -> None:
         """The controller is about to submit a run over these chunks (of this and other leases)."""
         self._num_runs += 1
-        self._running += [chunk for chunk in chunks if chunk.lease is self]
+        self._running = [*self._running, *[chunk for chunk in chunks if chunk.lease is self]]
 
     def end_run(self, chunks: Sequence[Chunk], *, computed: bool) -> None:
         """A run over `chunks` has really ended; whether it has computed them."""
         self._num_runs -= 1
+        running = list(self._running)
         has_failed = self._load is not None and self._load.has_failed
         for chunk in chunks:
             if chunk.lease is self:
-                self._running.remove(chunk)
+                running.remove(chunk)
                 if computed and chunk.start <= self._computed and not has_failed:
                     self._count_computed(chunk.stop)
+        self._running = running
         if self._num_runs:
             return
         if self.epoch != self._controller.epoch:
@@ -562,13 +569,14 @@ class Lease:
     def _raise_fence(self, chunk: Chunk, ready: Any) -> None:
         first, last = chunk.start // self._page_size, -(-chunk.stop // self._page_size)
         ids = self.table.ids[BASE][first:last].copy()
-        self._fences.append(self._controller.raise_fence(ids, ready, self._fence_lifted))
+        fence = self._controller.raise_fence(ids, ready, self._fence_lifted)
+        self._fences = [*self._fences, fence]
 
     def _fence_lifted(self) -> None:
         self._fences = [fence for fence in self._fences if not fence.lifted.is_set()]
         if self._fences:
             return
-        retired, self._retired = self._retired, []
+        retired, self._retired = self._retired, ()
         if self.epoch == self._controller.epoch:
             for pages in retired:
                 self._controller.accounts.give_back(pages)
@@ -592,7 +600,7 @@ class Lease:
     def _give_back(self, pages: Sequence[PageIds]) -> None:
         """Own pages that the lease does not need any more; a fence over them may still stand."""
         if self._fences:
-            self._retired.append(tuple(pages))
+            self._retired = [*self._retired, tuple(pages)]
         else:
             self._controller.accounts.give_back(pages)
 
@@ -610,7 +618,8 @@ class Lease:
     def _publish_when_quiet(self, stop: int) -> int:
         """Now, or when the last run and the load above which it stands have ended: the table must
         not change under a running model, nor the tree hold what hangs in the air."""
-        if self._num_runs or self._is_using_load or not self._has_room_to_publish(stop):
+        is_using_load = self._load is not None and self._load.is_under_way
+        if self._num_runs or is_using_load or not self._has_room_to_publish(stop):
             self._deferred = max(self._deferred, stop)
             return self.committed
         return self._publish(stop)
@@ -678,7 +687,7 @@ class Lease:
         if self._is_using_load and length < self._own_from * self._page_size:
             raise ValueError(f"cannot truncate to {length}: a load is bringing what is there")
         self.key.truncate(length)
-        self._cuts.append(length)
+        self._cuts = [*self._cuts, length]
         self._computed = min(self._computed, length)
         keep = -(-length // self._page_size)
         if keep < self.table.num_pages:
@@ -893,8 +902,9 @@ class Lease:
         if self._closed or not controller.may_clean_up():
             return
         if self.epoch == controller.epoch:
-            controller.accounts.promise(-self._promised)
-            self._promised = 0
+            if self._promised:
+                controller.accounts.promise(-self._promised)
+                self._promised = 0
         self._closed = True
         if self._load is not None:
             if self._is_using_load:
@@ -915,12 +925,12 @@ class Lease:
             return
         if self.epoch != controller.epoch:
             controller.accounts.give_back_stale(self.held_pages())
-            self._retired = []
+            self._retired = ()
         else:
             controller.tree.dec_lock_ref(receipt)
             if self.num_private_pages or self._retired:
                 controller.accounts.give_back(self.private_pages())
-                self._retired = []
+                self._retired = ()
         self.receipt = None
 
     def check(self) -> None:

@@ -18,9 +18,11 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from tiered_cache.tree.node import BASE, Node
+
+T = TypeVar("T")
 
 Rank = Callable[[Node], int]
 
@@ -33,7 +35,7 @@ class Order:
 
     A node stays where its rank was when it was last inserted or moved, so a rank may change before
     `move` is called. The rank under which it stands is kept in its base data (`rank`), so it is in
-    one order at most; an order beside that keeps it elsewhere (`stand`, `standing`).
+    one order at most, and in one of mirrors besides.
     """
 
     __slots__ = ("_lasts", "_nodes", "_rank", "_ranks", "_size", "_spare")
@@ -46,19 +48,8 @@ class Order:
         self._spare: deque[tuple[list[int], list[Node]]] = deque()
         self._size = 0
 
-    @staticmethod
-    def stand(node: Node, rank: int) -> None:
-        """Keep the rank under which the node stands from now on."""
-        node.data[BASE].rank = rank
-
-    @staticmethod
-    def standing(node: Node) -> int:
-        """The rank under which the node stands."""
-        return node.data[BASE].rank
-
     def insert(self, node: Node) -> None:
-        rank = self._rank(node)
-        self.stand(node, rank)
+        rank = node.data[BASE].rank = self._rank(node)
         self._size += 1
         lasts = self._lasts
         if not lasts:
@@ -88,20 +79,20 @@ class Order:
 
     def move(self, node: Node) -> None:
         """Put a node where its rank belongs now."""
-        if self._rank(node) != self.standing(node):
-            self.remove(node)
-            self.insert(node)
+        if self._rank(node) != node.data[BASE].rank:
+            Order.remove(self, node)
+            Order.insert(self, node)
 
     def first(self) -> Node | None:
         return self._nodes[0][0] if self._nodes else None
 
     def is_in_place(self, node: Node) -> bool:
         """Whether the node stands under the rank that it has now (for the checker)."""
-        return node in self and self.standing(node) == self._rank(node)
+        return Order.__contains__(self, node) and node.data[BASE].rank == self._rank(node)
 
     def _find(self, node: Node) -> tuple[int, int]:
         """Chunk and place of a node that is in the order."""
-        rank = self.standing(node)
+        rank = node.data[BASE].rank
         at = bisect_left(self._lasts, rank)
         return at, bisect_left(self._ranks[at], rank)
 
@@ -149,7 +140,7 @@ class Order:
         return chain.from_iterable(self._nodes)
 
     def __contains__(self, node: Node) -> bool:
-        rank = self.standing(node)
+        rank = node.data[BASE].rank
         if not self._lasts or rank > self._lasts[-1]:
             return False
         at, place = self._find(node)
@@ -159,19 +150,34 @@ class Order:
         return self._size
 
 
+def _by_mirror_rank(method: Callable[[Any, Node], T]) -> Any:
+    """A method of `Order` for which a node stands where its `mirror_rank` says.
+
+    So that the order of the leaves, which every request changes, pays nothing for there being two.
+    """
+
+    def swapped(order: Any, node: Node) -> T:
+        data = node.data[BASE]
+        data.rank, data.mirror_rank = data.mirror_rank, data.rank
+        try:
+            return method(order, node)
+        finally:
+            data.rank, data.mirror_rank = data.mirror_rank, data.rank
+
+    return swapped
+
+
 class MirrorOrder(Order):
     """The order of nodes that are on both tiers; they may stand in that of the leaves besides."""
 
     __slots__ = ()
 
-    @staticmethod
-    def stand(node: Node, rank: int) -> None:
-        node.data[BASE].mirror_rank = rank
-
-    @staticmethod
-    def standing(node: Node) -> int:
-        return node.data[BASE].mirror_rank
+    insert = _by_mirror_rank(Order.insert)
+    move = _by_mirror_rank(Order.move)
+    is_in_place = _by_mirror_rank(Order.is_in_place)
+    __contains__ = _by_mirror_rank(Order.__contains__)
+    _remove = _by_mirror_rank(Order.remove)
 
     def remove(self, node: Node) -> None:
-        super().remove(node)
+        self._remove(node)
         node.data[BASE].mirror_rank = -1

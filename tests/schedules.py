@@ -378,6 +378,8 @@ class Schedule:
     def _arrive(self, tokens: list[int], salt: str) -> None:
         draws = self.draws
         work = draws.choice((self._request,) * 10 + (self._pair, self._engine))
+        if self.shape.closes_early and work == self._engine:
+            work = self._request  # an engine gives its pages back before it closes the cache
         task = self.loop.create_task(work(tokens, salt))
         self._actors.append(task)
         if draws.random() < 0.2:
@@ -671,7 +673,7 @@ class Schedule:
             assert cache.closed
         finally:
             if request is not None and not cache.closed:
-                cache.cache_finished_req(request, is_insert=epoch == self.controller.epoch)
+                cache.cache_finished_req(request, is_insert=draws.random() < 0.7)
                 if epoch == self.controller.epoch:
                     self._note_published(request)
 

@@ -93,6 +93,7 @@ class PrefixLoad:
                         return
                     own = [load for load in wanted if load.funder is self]
                     failed = await _first_failure(wanted)
+                    controller.check()
                     if failed is None or failed in own:
                         break
         except TimeoutError:

@@ -357,10 +357,14 @@ class Transfers:
     # --- life cycle -------------------------------------------------------------------------------
 
     def cancel_all(self) -> None:
-        """End everything as soon as the copy threads allow."""
+        """The cache is being closed: end everything as soon as the copy threads allow, and let
+        nobody wait for that."""
         for transfer in tuple(self._active):
             if not transfer.has_moved:
                 self._cancel(transfer)
+            transfer.ended.set()
+            if transfer.progress is not None:
+                transfer.progress.fail(load_failed(None))
 
     def reset(self) -> None:
         """The tree has forgotten everything: nothing will be committed, and nobody waits any more.

@@ -88,7 +88,8 @@ class PrefixLoad:
                 # and what has arrived below is kept.
                 for _ in range(2):
                     wanted = self._cover(limit, layerwise=layerwise)
-                    if layerwise:
+                    # One that others have given up ends early, though nothing has failed.
+                    if layerwise and not any(load.is_given_up for load in wanted):
                         self._use(wanted)
                         return
                     own = [load for load in wanted if load.funder is self]

@@ -129,6 +129,11 @@ class Transfer:
         """Whether all of it has become visible."""
         return self.num_committed == self.num_pages
 
+    @property
+    def is_given_up(self) -> bool:
+        """Whether no more of its jobs are started: nobody needed it, or one has failed."""
+        return self.batch is not None and not self.batch.is_wanted
+
     def __repr__(self) -> str:
         return f"<{self.kind} of [{self.start}:{self.depth}), {self.num_pages} pages>"
 

@@ -250,6 +250,35 @@ async def test_b47_one_of_two_that_share_a_load_goes(who: str) -> None:
         assert r.pool.protected == 0
 
 
+@pytest.mark.usefixtures("page_jobs")
+@pytest.mark.parametrize("layerwise", [False, True])
+@pytest.mark.parametrize("arrived", [0, 2])
+async def test_b47_who_joins_a_load_that_was_given_up_gets_all_the_same(
+    layerwise: bool, arrived: int
+) -> None:
+    """B47: R1 is cancelled and its load ends with the job that runs; R2 comes before that, and is
+    brought the rest without an error, for nothing has failed."""
+    async with tiers(24) as r:
+        tokens = r.prompt("A", 6)
+        await r.host_only(tokens)
+        r.copies.shut()
+        first = await waiting(r, tokens)
+        for _ in range(arrived):
+            r.copies.step()
+            await turns()
+        first.cancel()
+        await turns()
+        assert r.copies.num_running == 1
+        second = await waiting(r, tokens, layerwise=layerwise)
+        r.copies.open()
+        lease = await second
+        await lease.wait_layer(1)
+        assert lease.prefix_len == 24
+        await r.compute(lease)
+        lease.close()
+        await r.settled()
+
+
 # --- failing --------------------------------------------------------------------------------------
 
 

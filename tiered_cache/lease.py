@@ -501,12 +501,8 @@ class Lease:
         self._running = running
         if self._num_runs:
             return
-        canonical, self._canonical = self._canonical, ()
-        is_current = self.epoch == self._controller.epoch
-        if is_current:
-            for first, pages in canonical:
-                self.table.write(first, pages)
-        if not is_current:
+        self._name_canonical()
+        if self.epoch != self._controller.epoch:
             self._deferred = 0
         elif has_failed:
             self.fall_back()
@@ -515,6 +511,14 @@ class Lease:
             self._publish_deferred()
         if self._closed and not self._fences:
             self._end()
+
+    def _name_canonical(self) -> None:
+        """What the table was not to name under a run; after a reset it goes on naming what it
+        holds."""
+        canonical, self._canonical = self._canonical, ()
+        if self.epoch == self._controller.epoch:
+            for first, pages in canonical:
+                self.table.write(first, pages)
 
     def _end(self) -> None:
         """Closed, and nobody touches its pages any more."""
@@ -914,10 +918,9 @@ class Lease:
         controller = self._controller
         if self._closed or not controller.may_clean_up():
             return
-        if self.epoch == controller.epoch:
-            if self._promised:
-                controller.accounts.promise(-self._promised)
-                self._promised = 0
+        if self._promised and self.epoch == controller.epoch:
+            controller.accounts.promise(-self._promised)
+            self._promised = 0
         self._closed = True
         if self._load is not None:
             if self._is_using_load:

@@ -65,7 +65,9 @@ MUTANTS: Final = [
         rule="§12.1",
         harm="quarantined pages are published: two owners",
         file=LEASE,
-        old="        if not is_current:\n            self._deferred = 0\n        elif has_failed:",
+        old="        if self.epoch != self._controller.epoch:\n"
+        "            self._deferred = 0\n"
+        "        elif has_failed:",
         new="        if has_failed:",
         test=EDGES + "test_a_reset_forgets_what_was_committed_during_a_run",
     ),

@@ -35,6 +35,7 @@ import numpy.typing as npt
 from tests.lease_helpers import P, settings
 from tiered_cache import (
     AdmissionTimeout,
+    CacheRequest,
     CapacityError,
     Chunk,
     ClosedError,
@@ -376,7 +377,9 @@ class Schedule:
 
     def _arrive(self, tokens: list[int], salt: str) -> None:
         draws = self.draws
-        work = self._pair if draws.random() < 0.08 else self._request
+        work = draws.choice((self._request,) * 10 + (self._pair, self._engine))
+        if self.shape.closes_early and work == self._engine:
+            work = self._request  # an engine gives its pages back before it closes the cache
         task = self.loop.create_task(work(tokens, salt))
         self._actors.append(task)
         if draws.random() < 0.2:
@@ -446,7 +449,7 @@ class Schedule:
                 cache_salt=salt,
                 reserve=min(reserve, room),
                 priority=draws.choice((0, 0, 1)),
-                layerwise=draws.random() < 0.4,
+                layerwise=draws.random() < 0.5,
                 timeout=timeout,
                 load_timeout=draws.choice((None, None, None, 0, 0.5, 1)),
             ) as lease:
@@ -635,6 +638,45 @@ class Schedule:
             for lease in leases:
                 lease.close()
 
+    async def _engine(self, tokens: list[int], salt: str) -> None:
+        """A request of an engine that calls for everything itself."""
+        cache, draws, epoch = self.cache, self.draws, self.controller.epoch
+        request = None
+        try:
+            if draws.random() < 0.7:
+                limit = len(tokens) - draws.randint(0, 1)
+                there = await cache.load_back(RadixKey(tokens, cache_salt=salt), limit)
+                self.meet("loads by an engine", there > 0)
+            epoch = self.controller.epoch
+            request = cache.begin_req(tokens, cache_salt=salt)
+            self.meet("requests of an engine")
+            while request.computed < len(tokens):
+                stop = min(len(tokens), request.computed + draws.choice((3, 2 * P, 100)))
+                table, missing = request.table, -(-stop // P) - request.table.num_pages
+                if missing > 0:
+                    table.write(table.num_pages, cache.allocate(missing))
+                slots = Slots(table.slots(0, 0, stop))
+                if not self.unwritten.intersection((slots.slots() // P).tolist()):
+                    self.oracle.verify(slots, request.key, 0, request.computed)
+                self.oracle.write(slots, request.key, request.computed, stop)
+                await self.pause()
+                if cache.closed or epoch != self.controller.epoch:
+                    break
+                request.computed = stop
+                if draws.random() < 0.5:
+                    cache.cache_unfinished_req(request)
+                    self._note_published(request)
+                self._step()
+        except CapacityError:
+            self.meet("no room for an engine")
+        except ClosedError:
+            assert cache.closed
+        finally:
+            if request is not None and not cache.closed:
+                cache.cache_finished_req(request, is_insert=draws.random() < 0.7)
+                if epoch == self.controller.epoch:
+                    self._note_published(request)
+
     # --- operators --------------------------------------------------------------------------------
 
     async def _operate(self) -> None:
@@ -772,10 +814,10 @@ class Schedule:
         elif event.kind is EventKind.CLEARED:
             self._forget()
 
-    def _note_published(self, lease: Lease) -> None:
-        data = lease.key.data
-        for stop in range(P, lease.committed + 1, P):
-            self._published.add((lease.key.namespace.cache_salt, data[: stop * 8]))
+    def _note_published(self, request: Lease | CacheRequest) -> None:
+        key = request.key
+        for stop in range(P, request.committed + 1, P):
+            self._published.add((key.namespace.cache_salt, key.data[: stop * 8]))
 
     # --- proof ------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import asyncio
 
 import pytest
 
-from tests.lease_helpers import chunk_of, rig, seq, start, turns
+from tests.lease_helpers import P, chunk_of, rig, seq, start, turns
 from tests.tier_helpers import store, tiers
 from tiered_cache import ClosedError, StaleError
 from tiered_cache.layers import LayerProgress, stale_load
@@ -145,3 +145,18 @@ async def test_a_fence_that_stands_when_the_cache_is_closed_is_lifted_later() ->
         assert [item.kind for item in left] == ["quarantine"]
         written.set()
         assert await r.cache.aclose() == []
+
+
+async def test_an_engines_request_ends_without_a_word_after_a_reset() -> None:
+    """Closing what is stale never raises (semantics §12.1): its pages go home."""
+    async with rig(pages=8) as r:
+        await r.serve(A[:9])
+        for is_insert in (True, False):
+            request = r.cache.begin_req(A[:13])
+            held = request.committed // P
+            request.table.write(held, r.cache.allocate(4 - held))
+            request.computed = 13
+            r.cache.reset()
+            r.check()
+            r.cache.cache_finished_req(request, is_insert)
+            assert (r.pool.free, r.pool.quarantined) == (8, 0)

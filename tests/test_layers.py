@@ -385,7 +385,8 @@ async def test_truncation_into_a_load_is_refused() -> None:
 
 
 async def test_a_prefix_that_is_published_under_a_layer_wise_load() -> None:
-    """§5.12: the load's pages are duplicates, and stay until the run that reads them has ended."""
+    """§5.12: the load's pages are duplicates, and stay until the run that reads them has ended; so
+    long the table names them (§11.1)."""
     async with on_host() as (r, copies, model):
         gate = threading.Event()
         r.at_exit(gate.set)
@@ -399,13 +400,14 @@ async def test_a_prefix_that_is_published_under_a_layer_wise_load() -> None:
         rival.commit(chunk)
         await copies.all()
         await until(lambda: len(model.seen) == NUM_LAYERS)
-        assert (lease.pages["full"][:6] == rival.pages["full"][:6]).all()
+        assert (lease.pages["full"][:6] == mine).all()
         assert (r.pool.quarantined, r.pool.in_flight) == (6, 0)
         r.check()
         free = r.cache._parts.allocators[0].free_ids()
         assert not set(mine) & set(free)
         gate.set()
         await run
+        assert (lease.pages["full"][:6] == rival.pages["full"][:6]).all()
         assert r.pool.quarantined == 0
         r.check()
         lease.close()

@@ -77,6 +77,39 @@ async def cache() -> AsyncIterator[UnifiedRadixCache]:
         cache.check_integrity()
 
 
+async def test_the_layer_waits_of_the_serving_page() -> None:
+    """The model asks for each layer before it reads it, and a whole load answers at once, too."""
+
+    class Layers:
+        num_layers = 2
+
+        def __init__(self) -> None:
+            self.read: list[int] = []
+
+        def embed(self, tokens: Any) -> list[int]:
+            return [int(token) for token in tokens]
+
+        def layer(self, layer: int, hidden: list[int], chunk: Chunk) -> list[int]:
+            self.read.append(layer)
+            return hidden
+
+    names: dict[str, Any] = {"model": Layers()}
+    exec(blocks("docs/serving.md", "layers.wait"), names)
+    shape = {"dtype": "float32", "num_layers": 2, "num_kv_heads": 1, "head_dim": 1}
+    tiers = {"device": {"tokens": 32}, "host": {"tokens": 64}}
+    config = load_config({"model": shape, "page_size": 4, "check": True, **tiers})
+    async with UnifiedRadixCache.open(config) as cache:
+        for start, layerwise in ((0, False), (100, False), (0, True), (100, False)):
+            async with cache.lease(range(start, start + 30), layerwise=layerwise) as lease:
+                while chunk := await lease.next_chunk(64):
+                    assert await lease.run(names["forward"], chunk) == chunk.tokens.tolist()
+                    lease.commit(chunk)
+            await cache.drain()
+        assert cache.stats().counters.tokens_hit_host == 2 * 28
+        assert names["model"].read == [0, 1] * 4
+        cache.check_integrity()
+
+
 async def test_the_batch_steps_of_the_serving_page(cache: UnifiedRadixCache) -> None:
     """A batch is prefilled and decoded until the pool is full; then the youngest makes room."""
     model, waiting = Model(), list[list[int]]()

@@ -17,6 +17,9 @@ LIMIT_S: Final = 5.0
 """Only a hang reaches it."""
 
 
+MAX_ROUNDS: Final = 500
+
+
 class Copies(ManualExecutor):
     """A copy executor: each job stops in front of its bytes until it is finished.
 
@@ -63,9 +66,12 @@ class Copies(ManualExecutor):
     async def all(self) -> None:
         """Until nobody copies anything any more."""
         await turns()
-        while self.jobs:
+        for _ in range(MAX_ROUNDS):
+            if not self.jobs:
+                return
             self.run_all()
             await turns()
+        raise AssertionError("somebody copies for ever")
 
     def end(self) -> None:
         """Let what runs end."""

@@ -176,16 +176,19 @@ class Engine:
 
     def cache_finished_req(self, request: CacheRequest, is_insert: bool = True) -> None:
         """The request has ended: publish what is computed (or not), free the rest of its pages and
-        let go of the prefix."""
+        let go of the prefix. After a reset there is nothing to publish, nor to let go of."""
         self._controller.check()
-        if is_insert:
+        receipt = request.receipt
+        is_current = receipt is not None and receipt.epoch == self._tree.epoch
+        if is_insert and is_current:
             self._publish(request)
         first = request.committed // self._page_size
         rest = [ids[first : request.table.num_pages] for ids in request.table.ids]
         self._controller.lent.give_back(rest)
         request.table.cut(first)
-        if request.receipt is not None:
-            self._tree.dec_lock_ref(request.receipt)
+        if receipt is not None:
+            if is_current:
+                self._tree.dec_lock_ref(receipt)
             request.receipt = None
         self._controller.calmed()
 

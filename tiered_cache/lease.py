@@ -66,6 +66,7 @@ class Lease:
         "__weakref__",
         "_admitted_len",
         "_admitted_pages",
+        "_canonical",
         "_closed",
         "_computed",
         "_controller",
@@ -133,6 +134,8 @@ class Lease:
         self._seen = -1  # the tree's growth when it was last matched
         self._load: PrefixLoad | None = None  # what it gets from the host
         self._fences: Sequence[Fence] = ()
+        # What the table is to name, and from which page on, when the last run has ended.
+        self._canonical: Sequence[tuple[int, Sequence[PageIds]]] = ()
         # Given up under a fence: they go home when it is lifted. Until then the lease takes its
         # next pages from them, which the same device writes later.
         self._retired: Sequence[tuple[PageIds, ...]] = ()
@@ -213,7 +216,11 @@ class Lease:
     def _adopt_prefix(self, depth: int, pages: Sequence[PageIds]) -> None:
         """Point the table at the tree's pages up to `depth`, which is locked; `pages` are those of
         `[committed, depth)`."""
-        self.table.write(self.committed // self._page_size, pages)
+        first = self.committed // self._page_size
+        if self._num_runs:  # of a load whose pages others have published meanwhile
+            self._canonical = [*self._canonical, (first, pages)]
+        else:
+            self.table.write(first, pages)
         if depth > self._computed:
             self._reused += depth - self._computed
             self._computed = depth
@@ -494,6 +501,7 @@ class Lease:
         self._running = running
         if self._num_runs:
             return
+        self._name_canonical()
         if self.epoch != self._controller.epoch:
             self._deferred = 0
         elif has_failed:
@@ -503,6 +511,14 @@ class Lease:
             self._publish_deferred()
         if self._closed and not self._fences:
             self._end()
+
+    def _name_canonical(self) -> None:
+        """What the table was not to name under a run; after a reset it goes on naming what it
+        holds."""
+        canonical, self._canonical = self._canonical, ()
+        if self.epoch == self._controller.epoch:
+            for first, pages in canonical:
+                self.table.write(first, pages)
 
     def _end(self) -> None:
         """Closed, and nobody touches its pages any more."""
@@ -594,8 +610,9 @@ class Lease:
 
         Not needed where the same stream writes and reads.
         """
-        for fence in self._controller.fences.over(self.table.ids[BASE][: self.table.num_pages]):
-            await fence.lifted.wait()
+        fences = self._controller.fences
+        while standing := fences.over(self.table.ids[BASE][: self.table.num_pages]):
+            await standing[0].lifted.wait()  # meanwhile a load may have ended: look again
 
     def _give_back(self, pages: Sequence[PageIds]) -> None:
         """Own pages that the lease does not need any more; a fence over them may still stand."""
@@ -831,7 +848,7 @@ class Lease:
             faults.append(f"{self!r} holds [0, {self.receipt.depth}) and says {self.committed}")
         canonical = self._controller.tree.pages(Boundary(self.receipt.node, self.receipt.depth))
         for theirs, ours in zip(canonical, self.table.ids, strict=True):
-            if not np.array_equal(theirs, ours[: len(theirs)]):
+            if not (self._canonical or np.array_equal(theirs, ours[: len(theirs)])):
                 faults.append(f"{self!r} does not use the tree's pages of what it has committed")
         taken = self.table.num_pages * self._page_size
         if not 0 <= self.committed <= self._computed <= min(taken, len(self)):
@@ -901,7 +918,7 @@ class Lease:
         controller = self._controller
         if self._closed or not controller.may_clean_up():
             return
-        if self.epoch == controller.epoch and self._promised:
+        if self._promised and self.epoch == controller.epoch:
             controller.accounts.promise(-self._promised)
             self._promised = 0
         self._closed = True

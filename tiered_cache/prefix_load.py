@@ -88,11 +88,13 @@ class PrefixLoad:
                 # and what has arrived below is kept.
                 for _ in range(2):
                     wanted = self._cover(limit, layerwise=layerwise)
-                    if layerwise:
+                    # One that others have given up ends early, though nothing has failed.
+                    if layerwise and not any(load.is_given_up for load in wanted):
                         self._use(wanted)
                         return
                     own = [load for load in wanted if load.funder is self]
                     failed = await _first_failure(wanted)
+                    controller.check()
                     if failed is None or failed in own:
                         break
         except TimeoutError:

@@ -129,6 +129,11 @@ class Transfer:
         """Whether all of it has become visible."""
         return self.num_committed == self.num_pages
 
+    @property
+    def is_given_up(self) -> bool:
+        """Whether no more of its jobs are started: nobody needed it, or one has failed."""
+        return self.batch is not None and not self.batch.is_wanted
+
     def __repr__(self) -> str:
         return f"<{self.kind} of [{self.start}:{self.depth}), {self.num_pages} pages>"
 
@@ -357,10 +362,14 @@ class Transfers:
     # --- life cycle -------------------------------------------------------------------------------
 
     def cancel_all(self) -> None:
-        """End everything as soon as the copy threads allow."""
+        """The cache is being closed: end everything as soon as the copy threads allow, and let
+        nobody wait for that."""
         for transfer in tuple(self._active):
             if not transfer.has_moved:
                 self._cancel(transfer)
+            transfer.ended.set()
+            if transfer.progress is not None:
+                transfer.progress.fail(load_failed(None))
 
     def reset(self) -> None:
         """The tree has forgotten everything: nothing will be committed, and nobody waits any more.

@@ -16,7 +16,7 @@ from tiered_cache.tree.node import BASE
 from tiered_cache.types import Boundary, Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from tiered_cache.accounts import HostPages, PageAccounts
     from tiered_cache.fences import Fences
@@ -233,10 +233,21 @@ class WriteBack:
         return False
 
     def _start_round(self, num_pages: int) -> bool:
-        """Copy the unbacked among the next victims, as far as the host has room for them."""
-        tree, device, host, transfers, fences, counters, max_pages, _ = self._parts
+        """Copy the unbacked among the next victims, as far as the host has room for them.
+
+        That room is not made of the copies of the others: they would be the next to be copied.
+        """
+        tree = self._parts.tree
         plan = tree.plan_room(BASE, num_pages)
-        for victim in plan.victims:
+        held = [tree.inc_host_lock_ref(leaf, leaf.node.start) for leaf in plan.backed]
+        self._copy(plan.victims)
+        for receipt in held:
+            tree.dec_host_lock_ref(receipt)
+        return self._num_active > 0
+
+    def _copy(self, victims: Sequence[Boundary]) -> None:
+        tree, device, host, transfers, fences, counters, max_pages, _ = self._parts
+        for victim in victims:
             pieces = tree.plan_transfer(victim, BASE, Tier.HOST)
             for piece in pieces:
                 if piece.ids is None:
@@ -254,7 +265,6 @@ class WriteBack:
                 end = Boundary(victim.node, piece.start + len(rows) * tree.page_size)
                 self._num_active += 1
                 transfers.store(end, piece.start, BASE, ids[: len(rows)], rows, self._ended)
-        return self._num_active > 0
 
     def _ended(self, store: Transfer) -> None:
         self._num_active -= 1

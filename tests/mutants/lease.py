@@ -79,9 +79,9 @@ MUTANTS: Final = [
         id="extend-grows-some",
         rule="§11.9",
         harm="an error leaves half of a batch longer: wrong bytes at the next step",
-        file="tiered_cache/keys.py",
-        old="if not 0 <= index(token) <= MAX_TOKEN:",
-        new="if not 0 <= float(token) <= MAX_TOKEN:",
+        file="tiered_cache/cache.py",
+        old="            check_token(token, len(lease))\n",
+        new="",
         test=TESTS + "test_a_token_that_is_none_changes_nothing",
     ),
     Mutant(

@@ -28,7 +28,7 @@ MUTANTS: Final = [
         id="a-waiting-lease-is-entered-again",
         rule="§11.7",
         harm="a leak: granted twice, given back once",
-        file=LEASE,
+        file="tiered_cache/cache.py",
         old="        self._entered = True\n",
         new="        pass\n",
         test=EDGES + "test_a_lease_is_entered_once_also_while_it_waits",
@@ -113,7 +113,8 @@ MUTANTS: Final = [
         rule="§11.5",
         harm="a hang: pages have gone home, and nobody looks",
         file=LEASE,
-        old="            self.settle_promise()\n            self._controller.admission.look_again()",
+        old="            self.settle_promise()\n"
+        "            self._controller.admission.look_again()",
         new="            self.settle_promise()",
         test=EDGES + "test_a_truncation_lets_the_queue_go_on",
     ),

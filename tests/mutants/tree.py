@@ -506,7 +506,7 @@ MUTANTS: Final = [
         rule="§2.5",
         harm="the wrong leaf goes",
         file=ORDER,
-        old=("            self.remove(node)\n            self.insert(node)"),
+        old=("            Order.remove(self, node)\n            Order.insert(self, node)"),
         new="            pass",
         test="tests/tree/test_policies.py::test_the_order_follows_every_change",
     ),

@@ -343,8 +343,23 @@ def _plot_times(axes: Any, without: Phase, with_cache: Phase, size: DemoSize) ->
         names.append(("of that, the load from the host", HOST_COLOUR))
     for name, colour in names:
         axes.scatter([], [], s=34, color=colour, alpha=0.55, lw=0, label=name)
-    place = (0.0, 0.4 if has_loads else 0.5)  # between the clouds
-    axes.legend(loc="center left", bbox_to_anchor=place, frameon=False, fontsize=10, labelcolor=INK)
+    axes.legend(
+        loc="center left",
+        bbox_to_anchor=(0.0, _place_of_legend(axes, with_cache)),
+        frameon=False,
+        fontsize=10,
+        labelcolor=INK,
+    )
+
+
+def _place_of_legend(axes: Any, with_cache: Phase) -> float:
+    """A height between the clouds, from 0 to 1: above the loads, where there are some."""
+    hits = [r for r in with_cache.requests.values() if r.num_from_host]
+    if not hits:
+        return 0.5
+    between = (max(r.load_s for r in hits), min(r.ttft_with_load_s for r in hits))
+    low, high = np.log(axes.get_ylim())
+    return float((np.log(between).mean() - low) / (high - low))
 
 
 def _plot_loads(axes: Any, places: npt.NDArray[np.float64], requests: list[Request]) -> None:

@@ -41,8 +41,8 @@ GRANT: Final = (
 )
 
 LOAD: Final = (
-    "With its load: the time that a request then waited until its prefix was on the device, from "
-    "its admission on, is added."
+    "With its load: the time from a request's admission until its prefix was on the device is "
+    "added."
 )
 
 

@@ -40,9 +40,10 @@ class Pinned(NamedTuple):
 class RoomPlan:
     """What a round of making room without losing anything comes to (semantics §7.3).
 
-    `victims`: leaves without a copy on the host, the next victim first. `num_pages`: what they and
-    the backed leaves between them would give up, at most what was asked and a victim.
+    `victims`: leaves without a copy on the host, the next victim first; `backed`: those between
+    them that have one. `num_pages`: what both would give up, at most what was asked and a victim.
     """
 
     victims: list[Boundary]
+    backed: list[Boundary]
     num_pages: int

@@ -602,20 +602,17 @@ class RadixTree:
 
         Only leaves are looked at: what becomes one when they have gone is the next round's.
         """
-        victims: list[Boundary] = []
-        count = backed = 0
+        plan = RoomPlan([], [], 0)
         for node in self.leaves.in_order(DEVICE):
-            if count + backed >= num_pages:
+            if plan.num_pages >= num_pages:
                 break
             data = node.data[component]
             if data.value is None:
                 continue
-            if node.data[BASE].host_value is not None:
-                backed += len(data.value)
-            else:
-                victims.append(Boundary(node, node.end))
-                count += len(data.value)
-        return RoomPlan(victims, count + backed)
+            is_backed = node.data[BASE].host_value is not None
+            (plan.backed if is_backed else plan.victims).append(Boundary(node, node.end))
+            plan.num_pages += len(data.value)
+        return plan
 
     def evict_device_leaf(self, node: Node, eviction: Eviction) -> bool:
         """Demote a device leaf that the host backs; drop another (7.3).

@@ -1,0 +1,413 @@
+"""Mutants of transfers, loads, stores, layers and fences: semantics §9, with §5.12, §6.4, §7.3,
+§8.3 and §12 where they are kept there."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tests.mutants.model import Mutant
+
+TRANSFERS: Final = "tiered_cache/transfers.py"
+MOVER: Final = "tiered_cache/transfer/mover.py"
+FULL: Final = "tiered_cache/tree/components/full.py"
+RADIX: Final = "tiered_cache/tree/radix.py"
+PREFIX: Final = "tiered_cache/prefix_load.py"
+POLICIES: Final = "tiered_cache/write_policies.py"
+LEASE: Final = "tiered_cache/lease.py"
+CONTROLLER: Final = "tiered_cache/controller.py"
+LAYERS: Final = "tiered_cache/layers.py"
+LEAVES: Final = "tiered_cache/tree/leaves.py"
+TESTS: Final = "tests/test_transfers.py::"
+LOAD_BACK: Final = "tests/test_load_back.py::"
+POLICY_TESTS: Final = "tests/test_write_policies.py::"
+LAYER_TESTS: Final = "tests/test_layers.py::"
+FENCE_TESTS: Final = "tests/test_fences.py::"
+ACCOUNT_TESTS: Final = "tests/test_accounts.py::"
+MOVER_TESTS: Final = "tests/transfer/test_mover.py::"
+
+MUTANTS: Final = [
+    Mutant(
+        id="a-transfer-is-published-when-it-is-submitted",
+        rule="§9.2",
+        harm="readers get pages whose bytes are still coming: wrong bytes",
+        file=TRANSFERS,
+        old="        self._active[transfer] = None\n        on_job",
+        new=(
+            "        self._active[transfer] = None\n"
+            "        boundary = Boundary(transfer.node, transfer.depth)\n"
+            "        self._tree.commit_transfer(\n"
+            "            boundary, transfer.component, transfer.target, transfer.target_ids\n"
+            "        )\n"
+            "        on_job"
+        ),
+        test=LOAD_BACK + "test_a_load_is_seen_only_when_its_bytes_are_there",
+    ),
+    Mutant(
+        id="a-cancelled-copy-ends-before-its-thread",
+        rule="§9.3",
+        harm="an early free: the thread writes into another's pages",
+        file=MOVER,
+        old="if not (batch.running or batch.has_more or batch.is_quiet):",
+        new="if not (batch.has_more or batch.is_quiet):",
+        test=LOAD_BACK + "test_pages_are_not_given_away_under_a_running_copy",
+    ),
+    Mutant(
+        id="a-batch-ends-while-another-job-of-it-runs",
+        rule="§9.3",
+        harm="an early free under the other copy thread",
+        file=MOVER,
+        old="if not (batch.running or batch.has_more or batch.is_quiet):",
+        new="if not ((batch.running and not batch.error) or batch.has_more or batch.is_quiet):",
+        test=MOVER_TESTS + "test_a_batch_is_quiet_only_when_nothing_of_it_runs",
+    ),
+    Mutant(
+        id="a-split-hides-what-is-pending",
+        rule="§9.2",
+        harm="the front is loaded again beside the load that brings it: two owners, or a leak",
+        file=FULL,
+        old="        upper.pending = lower.pending\n",
+        new="",
+        test=TESTS + "test_a_span_survives_splits_before_its_commit",
+    ),
+    Mutant(
+        id="duplicates-of-a-load-are-kept",
+        rule="§5.12",
+        harm="a leak of each page that was published while it was loaded",
+        file=TRANSFERS,
+        old="            self._tiers[transfer.target].allocators[transfer.component].free(ids)",
+        new="            pass",
+        test=LOAD_BACK + "test_a_prompt_that_was_published_meanwhile_keeps_its_own_pages",
+    ),
+    Mutant(
+        id="duplicates-of-a-load-leave-their-reader",
+        rule="§9.9",
+        harm="an early free: a layer-wise run still reads them",
+        file=TRANSFERS,
+        old="        if readers:\n",
+        new="        if len(readers) > len(transfer.waiters):\n",
+        test=TESTS + "test_pages_that_are_there_by_then_are_duplicates",
+    ),
+    Mutant(
+        id="a-loads-source-is-not-held",
+        rule="§6.4",
+        harm="rows are reused while they are read: wrong bytes",
+        file=RADIX,
+        old="source = self.inc_host_lock_ref(boundary, start) if target is DEVICE else None",
+        new="source = None",
+        test=LOAD_BACK + "test_rows_are_not_taken_while_they_are_read",
+    ),
+    Mutant(
+        id="a-stores-source-is-not-held",
+        rule="§9.5",
+        harm="pages are evicted and written while they are copied: wrong bytes on the host",
+        file=RADIX,
+        old="        receipt = self.inc_lock_ref(boundary)\n        source",
+        new=(
+            "        receipt = self.inc_lock_ref(boundary)\n"
+            "        if target is not DEVICE:\n"
+            "            self.release(receipt, component)\n"
+            "        source"
+        ),
+        test=POLICY_TESTS + "test_what_is_being_copied_is_not_evicted",
+    ),
+    Mutant(
+        id="a-partial-load-commits-everything",
+        rule="§9.1",
+        harm="pages that never arrived are shared: wrong bytes",
+        file=TRANSFERS,
+        old="transfer.num_moved = batch.num_pages_done",
+        new="transfer.num_moved = transfer.num_pages if batch.num_done else 0",
+        test=LOAD_BACK + "test_what_has_arrived_is_kept_when_the_rest_fails",
+    ),
+    Mutant(
+        id="a-layer-wise-load-commits-what-has-some-layers",
+        rule="§9.1",
+        harm="pages without their last layers are shared: wrong bytes",
+        file=TRANSFERS,
+        old="        elif batch.num_done == len(batch.jobs):\n",
+        new="        else:\n",
+        test=LAYER_TESTS + "test_layer_wise_loads_commit_all_or_nothing",
+    ),
+    Mutant(
+        id="a-failed-job-is-done",
+        rule="§9.1",
+        harm="a page that could not be read is shared: wrong bytes",
+        file=MOVER,
+        old="            self._failed(batch, at, error)\n        else:",
+        new=(
+            "            self._failed(batch, at, error)\n"
+            "            batch.note_done(at)\n"
+            "        else:"
+        ),
+        test=MOVER_TESTS + "test_a_failed_job_is_not_done_and_ends_its_batch",
+    ),
+    Mutant(
+        id="pages-above-a-gap-have-arrived",
+        rule="§9.1",
+        harm="a page that is still coming is shared: wrong bytes",
+        file=MOVER,
+        old="        while self.num_done in self._done:\n            self.num_done += 1",
+        new="        self.num_done = len(self._done)",
+        test=MOVER_TESTS + "test_what_ends_above_a_failure_has_not_arrived",
+    ),
+    Mutant(
+        id="only-the-first-waiter-is-told",
+        rule="§9.2",
+        harm="who joined a load recomputes what has been loaded for it",
+        file=TRANSFERS,
+        old="for waiter in tuple(transfer.waiters):\n            waiter.on_load_ended",
+        new="for waiter in tuple(transfer.waiters)[:1]:\n            waiter.on_load_ended",
+        test=LOAD_BACK + "test_equal_prompts_load_each_page_once",
+    ),
+    Mutant(
+        id="a-load-ends-with-its-first-waiter",
+        rule="§9.2",
+        harm="whoever joined it gets nothing",
+        file=TRANSFERS,
+        old="                if not load.waiters and not load.has_moved:",
+        new="                if not load.has_moved:",
+        test=LOAD_BACK + "test_a_load_goes_on_for_whoever_joined_it",
+    ),
+    Mutant(
+        id="a-load-that-nobody-needs-goes-on",
+        rule="§9.2",
+        harm="copy threads work for requests that have gone",
+        file=TRANSFERS,
+        old="                if not load.waiters and not load.has_moved:",
+        new="                if load.has_moved and not load.waiters:",
+        test=LOAD_BACK + "test_a_load_that_is_cancelled_in_the_queue_never_runs",
+    ),
+    Mutant(
+        id="a-late-completion-is-committed",
+        rule="§12.1",
+        harm="pages from before a reset come up in the new tree, or never come home",
+        file=TRANSFERS,
+        old="        if transfer.epoch != self._tree.epoch:\n            self._end_stale",
+        new="        if transfer.epoch < 0:\n            self._end_stale",
+        test=TESTS + "test_late_completions_are_known_by_their_epoch",
+    ),
+    Mutant(
+        id="a-load-commits-above-a-gap",
+        rule="§9.2",
+        harm="device pages below a node that has none: a prefix with a hole",
+        file=TRANSFERS,
+        old="            if self._tree.is_on_device(load.node, load.start):",
+        new="            if load.has_moved:",
+        test=TESTS + "test_a_load_below_a_gap_waits_for_what_is_above",
+    ),
+    Mutant(
+        id="a-failed-predecessor-is-not-planned-again",
+        rule="§9.2",
+        harm="what has arrived below is thrown away for one bad read",
+        file=PREFIX,
+        old="for _ in range(2):",
+        new="for _ in range(1):",
+        test=LOAD_BACK + "test_a_predecessor_that_fails_is_planned_once_more",
+    ),
+    Mutant(
+        id="an-own-failure-is-tried-again",
+        rule="§9.8",
+        harm="a request waits twice for a host that fails",
+        file=PREFIX,
+        old="if failed is None or failed in own:",
+        new="if failed is None:",
+        test=LOAD_BACK + "test_what_has_arrived_is_kept_when_the_rest_fails",
+    ),
+    Mutant(
+        id="write-through-ignores-fences",
+        rule="§9.4",
+        harm="what a device has not written yet is copied: wrong bytes on the host",
+        file=POLICIES,
+        old="if fences.over(ids) or tree.would_protect(end)",
+        new="if tree.would_protect(end)",
+        test=FENCE_TESTS + "test_write_through_waits_for_the_fence",
+    ),
+    Mutant(
+        id="a-closed-lease-leaves-its-fence",
+        rule="§9.4",
+        harm="an early free: the device writes into another's pages",
+        file=LEASE,
+        old="is_running = self._num_runs > 0 or bool(self._fences)",
+        new="is_running = self._num_runs > 0",
+        test=FENCE_TESTS + "test_pages_leave_a_lease_with_the_fence_of_its_last_run",
+    ),
+    Mutant(
+        id="duplicates-leave-under-a-fence",
+        rule="§9.4",
+        harm="an early free: the device writes into another's pages",
+        file=LEASE,
+        old="        if self._fences:\n            self._retired = [",
+        new="        if len(self._fences) > 99:\n            self._retired = [",
+        test=FENCE_TESTS + "test_duplicates_stay_until_they_are_written",
+    ),
+    Mutant(
+        id="a-reset-frees-what-is-being-loaded",
+        rule="§12.1",
+        harm="an early free: a copy thread writes into the next owner's pages",
+        file=CONTROLLER,
+        old="            held += self.transfers.held(Tier.DEVICE)\n",
+        new="",
+        test=LOAD_BACK + "test_a_reset_while_pages_are_being_loaded",
+    ),
+    Mutant(
+        id="a-reset-frees-what-is-being-stored",
+        rule="§12.1",
+        harm="an early free: a copy thread writes into the next owner's rows",
+        file=CONTROLLER,
+        old="            held_host = self.transfers.held(Tier.HOST)\n",
+        new="",
+        test=POLICY_TESTS + "test_a_reset_while_pages_are_being_stored",
+    ),
+    Mutant(
+        id="drain-does-not-see-transfers",
+        rule="§12.2",
+        harm="buffers are taken away under a copy thread",
+        file=CONTROLLER,
+        old="return bool(self.transfers) or bool(self.fences)",
+        new="return bool(self.fences)",
+        test=LOAD_BACK + "test_drain_waits_for_loads",
+    ),
+    Mutant(
+        id="stores-overtake-loads",
+        rule="§9.5",
+        harm="requests wait for background work",
+        file=MOVER,
+        old="if loads and not (stores and self._loads_in_a_row >= LOADS_PER_STORE):",
+        new="if loads and not stores:",
+        test=MOVER_TESTS + "test_loads_go_before_stores",
+    ),
+    Mutant(
+        id="stores-never-get-a-turn",
+        rule="§9.5",
+        harm="nothing is stored under load, and everything is recomputed after it",
+        file=MOVER,
+        old="if loads and not (stores and self._loads_in_a_row >= LOADS_PER_STORE):",
+        new="if loads:",
+        test=MOVER_TESTS + "test_after_eight_loads_one_store_goes",
+    ),
+    Mutant(
+        id="a-load-keeps-the-promise-that-paid-for-it",
+        rule="§9.8",
+        harm="a lease waits for pages that it has already",
+        file=PREFIX,
+        old="            self.pages -= load.num_pages\n            load.funder",
+        new="            load.funder",
+        test=LOAD_BACK + "test_a_load_leaves_no_less_room_to_others",
+    ),
+    Mutant(
+        id="what-does-not-come-is-not-promised-again",
+        rule="§9.8",
+        harm="growth within the reserve fails after a load that took too long",
+        file=PREFIX,
+        old="            await self._be_promised_again()",
+        new="            self.pages = 0",
+        test=LOAD_BACK + "test_after_the_time_limit_the_lease_waits_for_other_pages",
+    ),
+    Mutant(
+        id="the-last-layer-arrives-before-the-commit",
+        rule="§9.9",
+        harm="a run ends above pages that are nobody's yet",
+        file=LAYERS,
+        old="self._change(min(num_layers, len(self._place) - 1), None)",
+        new="self._change(num_layers, None)",
+        test=LAYER_TESTS + "test_progress_of_one_load",
+    ),
+    Mutant(
+        id="half-a-layer-is-a-layer",
+        rule="§9.9",
+        harm="a model reads pages of a layer that are still coming: wrong bytes",
+        file=TRANSFERS,
+        old="            moved.difference_update(jobs[done].layers or ())",
+        new="            pass",
+        test=LAYER_TESTS + "test_half_a_layer_is_no_layer",
+    ),
+    Mutant(
+        id="a-commit-above-a-load-is-not-recorded",
+        rule="§9.9",
+        harm="the tree holds what hangs in the air",
+        file=LEASE,
+        old="if self._num_runs or is_using_load or not",
+        new="if self._num_runs or not",
+        test=LAYER_TESTS + "test_a_commit_above_a_load_runs_in_its_commit_beat",
+    ),
+    Mutant(
+        id="a-closed-lease-publishes-above-its-load",
+        rule="§9.9",
+        harm="pages that never came are shared: wrong bytes",
+        file=LEASE,
+        old="                self._deferred = 0  # it stands on pages that may never come",
+        new="                pass",
+        test=LAYER_TESTS + "test_closing_discards_a_commit_above_a_load",
+    ),
+    Mutant(
+        id="layer-waits-block-the-loop",
+        rule="§9.9",
+        harm="the loop waits for a load whose end only the loop can tell: a hang",
+        file=LAYERS,
+        old=(
+            "        if self._loads and threading.get_ident() == self._thread:\n"
+            "            raise WrongThreadError(\n"
+            '                "layers.wait'
+        ),
+        new=(
+            "        if threading.get_ident() < 0:\n"
+            "            raise WrongThreadError(\n"
+            '                "layers.wait'
+        ),
+        test=LAYER_TESTS + "test_waiting_on_the_loop_is_refused",
+    ),
+    Mutant(
+        id="a-mirror-goes-from-above-a-host-child",
+        rule="§8.3",
+        harm="host rows hang below nothing",
+        file=LEAVES,
+        old="            and node.host_children == 0\n            and (data.stored",
+        new="            and (data.stored",
+        test=POLICY_TESTS + "test_a_mirror_above_a_host_child_stays",
+    ),
+    Mutant(
+        id="a-mirror-goes-that-is-nowhere-else",
+        rule="§8.3",
+        harm="a host copy is lost that storage does not have",
+        file=LEAVES,
+        old="and (data.stored or self.mirrors_are_spare)",
+        new="and True",
+        test=ACCOUNT_TESTS + "test_the_host_makes_room_by_its_leaves",
+    ),
+    Mutant(
+        id="a-victim-is-dropped-although-it-can-be-copied",
+        rule="§7.3",
+        harm="write_back loses what the host had room for",
+        file=CONTROLLER,
+        old="return short > 0 and self.write_policy.makes_room(short)",
+        new="return False",
+        test=POLICY_TESTS + "test_write_back_copies_victims_in_a_round_before_they_go",
+    ),
+    Mutant(
+        id="write-through-goes-on-after-a-failure",
+        rule="§9.5",
+        harm="a host that fails is written to for ever",
+        file=POLICIES,
+        old="if store.is_complete and len(rows) == len(ids) and",
+        new="if len(rows) == len(ids) and",
+        test=POLICY_TESTS + "test_a_store_that_fails_is_tried_again_at_the_next_use",
+    ),
+    Mutant(
+        id="a-scan-fills-the-host",
+        rule="§9.5",
+        harm="write_through_selective copies what nobody will use again",
+        file=POLICIES,
+        old="node.hit_count < self._threshold",
+        new="node.hit_count < 1",
+        test=POLICY_TESTS + "test_write_through_selective_copies_at_the_second_use",
+    ),
+    Mutant(
+        id="a-full-host-counts-nothing",
+        rule="§9.5",
+        harm="nobody sees that nothing is stored any more",
+        file=POLICIES,
+        old="        if len(rows) < len(ids):\n            counters.stores_refused += 1\n",
+        new="",
+        test=POLICY_TESTS + "test_a_full_host_refuses_stores_and_counts_them",
+    ),
+]

@@ -634,7 +634,7 @@ class HybridCacheController:
             for run in self._runs:
                 if run.job is not None:
                     run.job.cancel()
-            self.write_policy.reset()
+            self.write_policy.close()
             if self.transfers is not None:
                 self.transfers.cancel_all()
         try:

@@ -56,6 +56,9 @@ class WritePolicy(Protocol):
     def reset(self) -> None:
         """The tree has forgotten everything."""
 
+    def close(self) -> None:
+        """Nothing is to be started any more."""
+
     @property
     def is_busy(self) -> bool:
         """Whether it will start something without anybody's doing."""
@@ -69,6 +72,7 @@ class NoWrites:
     def note_used(self, boundary: Boundary) -> None: ...
     def look_again(self) -> None: ...
     def reset(self) -> None: ...
+    def close(self) -> None: ...
 
     def makes_room(self, num_pages: int) -> bool:
         return False
@@ -103,6 +107,7 @@ class WriteThrough:
         self._coming: Counter[Node] = Counter()  # ends of paths that will be copied soon
         self._num_active = 0
         self._is_called = False
+        self._is_closed = False
         self._loop = asyncio.get_running_loop()
 
     @property
@@ -122,13 +127,17 @@ class WriteThrough:
             self.look_again()
 
     def look_again(self) -> None:
-        if self._queue and not self._is_called:
+        if self._queue and not (self._is_called or self._is_closed):
             self._is_called = True
             self._loop.call_soon(self._start_some)
 
     def reset(self) -> None:
         self._queue.clear()
         self._coming.clear()
+
+    def close(self) -> None:
+        self._is_closed = True  # also for the rest of a path whose first part ends now
+        self.reset()
 
     def makes_room(self, num_pages: int) -> bool:
         if not self._num_active and not self._is_called:
@@ -216,6 +225,7 @@ class WriteBack:
 
     def note_used(self, boundary: Boundary) -> None: ...
     def look_again(self) -> None: ...
+    def close(self) -> None: ...
 
     def reset(self) -> None:
         self._num_rounds = 0

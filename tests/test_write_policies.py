@@ -10,7 +10,7 @@ from tests.lease_helpers import P, Rig, rig, seq, start, turns
 from tests.tier_helpers import Copies, Log, demote, on_tier, store, tiers, transfers
 from tiered_cache import Lease
 from tiered_cache.transfer import copier
-from tiered_cache.write_policies import MAX_STORES
+from tiered_cache.write_policies import MAX_STORES, WriteThrough
 
 A, B, C = seq("A", 25), seq("B", 25), seq("C", 25)
 FORK = A[:12] + B[12:]
@@ -384,6 +384,22 @@ async def test_closing_ends_what_is_queued() -> None:
         async with asyncio.timeout(2.0):
             assert await closing == []
         assert len(copies.moved) == 1
+
+
+async def test_closing_ends_a_path_that_is_stored_in_parts() -> None:
+    """The part that runs ends, and sets nothing off."""
+    async with tiers() as (r, copies):
+        policy = r.cache._controller.write_policy
+        assert isinstance(policy, WriteThrough)
+        policy._parts = policy._parts._replace(max_pages=2)
+        await r.serve(A)
+        await turns()
+        job = copies.start()
+        closing = start(r.cache.aclose(1.0))
+        await turns()
+        job.finish()
+        assert await closing == []
+        assert (len(copies.moved), len(copies.jobs)) == (1, 0)
 
 
 async def test_a_cache_that_is_off_stores_nothing() -> None:

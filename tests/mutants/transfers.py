@@ -410,4 +410,13 @@ MUTANTS: Final = [
         new="",
         test=POLICY_TESTS + "test_a_full_host_refuses_stores_and_counts_them",
     ),
+    Mutant(
+        id="a-closed-cache-goes-on-storing",
+        rule="§12.2",
+        harm="the close waits for work that began after it",
+        file=POLICIES,
+        old="self._is_closed = True  # also",
+        new="self._is_closed = False  # also",
+        test=POLICY_TESTS + "test_closing_ends_a_path_that_is_stored_in_parts",
+    ),
 ]

@@ -222,11 +222,10 @@ class Engine:
         need = self._targets(params)
         found = []
         while True:
-            while self._controller.waits_for_copies(max(need)):
-                await self._controller.changed()
-            found.append(self._accounts.evict(self._missing(need)))
-            if not any(self._missing(need)) or not self._controller.is_storing:
-                return _sum(found)
+            if not self._controller.waits_for_copies(max(need)):
+                found.append(self._accounts.evict(self._missing(need)))
+                if not any(self._missing(need)) or not self._controller.is_storing:
+                    return _sum(found)
             await self._controller.changed()
 
     def _missing(self, need: Sequence[int]) -> list[int]:

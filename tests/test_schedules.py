@@ -28,7 +28,7 @@ FLOORS: Final = {
     # Two that want the same.
     "loads_joined": 500,
     "splits with a transfer pending": 500,
-    "transfers that brought what was there": 100,
+    "transfers that brought what was there": 60,
     "rematches": 1_000,
     # Reserve: no room.
     "stores_refused": 200,

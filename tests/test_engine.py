@@ -239,3 +239,17 @@ async def test_loads_by_hand_join_those_under_way() -> None:
         assert lengths == [32, 32, 32]
         assert r.counters.pages_loaded == 8
         assert r.counters.loads_joined == 2
+
+
+async def test_what_was_lent_comes_back_after_the_close_too() -> None:
+    """Until then it is outstanding: a model may be writing there."""
+    async with rig(pages=8) as r:
+        (pages,) = r.cache.allocate(2)
+        request = r.cache.begin_req(seq("A", 9))
+        compute(r, request, 9)
+        [left] = await r.cache.aclose()
+        assert (left.kind, left.pages) == ("lent pages", {"full": 5})
+        r.cache.free([pages])
+        r.cache.cache_finished_req(request)
+        assert r.cache.outstanding() == []
+        assert r.pool.free == 8

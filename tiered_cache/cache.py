@@ -141,11 +141,13 @@ class UnifiedRadixCache:
         priority, reserve = whole_number("priority", priority), whole_number("reserve", reserve)
         if reserve < 0:
             raise ValueError(f"reserve must not be negative, not {reserve}")
+        if not isinstance(layerwise, bool):
+            raise TypeError(f"layerwise must be True or False, not {type(layerwise).__name__}")
         if timeout is not None or load_timeout is not None:
             timeout = seconds("timeout", timeout)
             load_timeout = seconds("load_timeout", load_timeout)
         lease = Lease(
-            self._controller, key, priority=priority, reserve=reserve, layerwise=layerwise is True
+            self._controller, key, priority=priority, reserve=reserve, layerwise=layerwise
         )
         return LeaseContext(lease, partial(self._grant, timeout, load_timeout))
 
@@ -156,6 +158,7 @@ class UnifiedRadixCache:
         Each `await` marks where the world may change, so each step matches anew.
         """
         lease.check_fits()
+        began = self._controller.now() if timeout is not None else 0.0
         while True:
             limit = lease.reusable
             if not self._controller.ranks.is_alone:
@@ -172,6 +175,8 @@ class UnifiedRadixCache:
             if not lease.is_stale:
                 return
             lease.start_over()  # a reset came between
+            if timeout is not None:
+                timeout = max(0.0, timeout - (self._controller.now() - began))
 
     async def acquire(self, tokens: Any, **options: Any) -> Lease:
         """`lease` for callers whose requests do not fit a block: end it with `await

@@ -529,9 +529,10 @@ class HybridCacheController:
         return fence
 
     def _lift(self, fence: Fence, waits: asyncio.Future[Any]) -> None:
-        if waits.cancelled():
-            return  # nobody will ever know: its pages stay where they are
-        if (error := waits.exception()) is not None and not self.closed:
+        error = None if waits.cancelled() else waits.exception()
+        if waits.cancelled() or error is not None:
+            if self.closed:
+                return  # the loop ends, and nobody will ever know: its pages stay where they are
             # Nobody knows what the pages hold, and others may have taken them over.
             log.error("`ready` of a commit failed: the cache is reset", exc_info=error)
             self.reset()

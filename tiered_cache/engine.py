@@ -89,8 +89,9 @@ class Engine:
         return receipt
 
     def dec_lock_ref(self, receipt: Receipt) -> None:
-        """See `RadixTree.dec_lock_ref`."""
-        self._controller.check()
+        """See `RadixTree.dec_lock_ref`. Also after the cache's end, as all that gives back."""
+        if not self._controller.may_clean_up():
+            return
         self._tree.dec_lock_ref(receipt)
         self._controller.calmed()
 
@@ -101,7 +102,8 @@ class Engine:
 
     def dec_host_lock_ref(self, receipt: Receipt) -> None:
         """See `RadixTree.dec_host_lock_ref`."""
-        self._controller.check()
+        if not self._controller.may_clean_up():
+            return
         self._tree.dec_host_lock_ref(receipt)
         self._controller.calmed()
 
@@ -119,7 +121,7 @@ class Engine:
             raise ValueError(f"cannot allocate {num_pages} pages")
         self._controller.check_spare(num_pages)
         pages = self._accounts.take(num_pages)
-        self._controller.lent.add(pages)
+        self._controller.lent.add(pages, self._controller.now())
         return pages
 
     def free(self, pages: Sequence[PageIds]) -> None:
@@ -128,7 +130,8 @@ class Engine:
         Raises:
             ValueError: pages that are not lent, or twice the same; nothing changes.
         """
-        self._controller.check()
+        if not self._controller.may_clean_up():
+            return
         self._controller.lent.give_back(pages)
         self._controller.calmed()
 
@@ -176,11 +179,13 @@ class Engine:
 
     def cache_finished_req(self, request: CacheRequest, is_insert: bool = True) -> None:
         """The request has ended: publish what is computed (or not), free the rest of its pages and
-        let go of the prefix. After a reset there is nothing to publish, nor to let go of."""
-        self._controller.check()
+        let go of the prefix. After a reset there is nothing to publish, nor to let go of; after the
+        cache's end nothing is published."""
+        if not self._controller.may_clean_up():
+            return
         receipt = request.receipt
         is_current = receipt is not None and receipt.epoch == self._tree.epoch
-        if is_insert and is_current:
+        if is_insert and is_current and not self._controller.closed:
             self._publish(request)
         first = request.committed // self._page_size
         rest = [ids[first : request.table.num_pages] for ids in request.table.ids]

@@ -35,6 +35,12 @@ def outstanding(controller: HybridCacheController) -> list[Outstanding]:
         pages = {str(components[transfer.component].id): transfer.num_pages}
         kind = _kind_of_transfer(controller, transfer)
         found.append(Outstanding(kind, repr(transfer), now - transfer.started_at, pages))
+    lent = controller.lent
+    if lent:
+        pages = {
+            str(component.id): len(lent.pages(index)) for index, component in enumerate(components)
+        }
+        found.append(Outstanding("lent pages", "the engine", now - lent.since, pages))
     return sorted(found, key=lambda item: -item.age_s)
 
 

@@ -24,16 +24,21 @@ class LentPages:
     """Per component, a flag for each page of the device. Made at the first use: most caches have no
     engine."""
 
-    __slots__ = ("_accounts", "_flags", "_page_size", "_stale")
+    __slots__ = ("_accounts", "_flags", "_num_ids", "_page_size", "_stale", "since")
 
     def __init__(self, accounts: PageAccounts, page_size: int) -> None:
         self._accounts = accounts
         self._page_size = page_size
         self._flags: list[Flags] = []
         self._stale: list[Flags] = []  # lent before a reset, and not given back yet
+        self._num_ids = 0  # of this epoch, over all components
+        self.since = 0.0  # on the loop's clock, when there were none last
 
-    def add(self, pages: Sequence[PageIds]) -> None:
+    def add(self, pages: Sequence[PageIds], now: float) -> None:
         """These were taken from the accounts."""
+        if not self._num_ids:
+            self.since = now
+        self._num_ids += sum(map(len, pages))
         if not self._flags:
             sizes = [allocator.capacity for allocator in self._accounts.allocators]
             self._flags = [np.zeros(size, bool) for size in sizes]
@@ -50,6 +55,7 @@ class LentPages:
         self._check(pages, self._flags)
         for flags, ids in zip(self._flags, pages, strict=True):
             flags[ids] = False
+        self._num_ids -= sum(map(len, pages))
 
     def give_back(self, pages: Sequence[PageIds]) -> None:
         """These go home.
@@ -80,7 +86,9 @@ class LentPages:
         first = params.prev_prefix_len // self._page_size
         for flags, theirs, ours in zip(self._flags, canonical, params.pages, strict=True):
             ids = theirs[first:]
-            flags[ids[ids == ours[first : first + len(ids)]]] = False
+            taken = ids[ids == ours[first : first + len(ids)]]
+            flags[taken] = False
+            self._num_ids -= len(taken)
 
     def pages(self, index: int) -> PageIds:
         """All of a component that are lent."""
@@ -96,6 +104,10 @@ class LentPages:
         """The accounts have quarantined them until they are given back."""
         self._stale = [now | stale for now, stale in zip(self._flags, self._stale, strict=True)]
         self._flags = [np.zeros_like(flags) for flags in self._flags]
+        self._num_ids = 0
+
+    def __len__(self) -> int:
+        return self._num_ids
 
     def _check(self, pages: Sequence[PageIds], known: Sequence[Flags]) -> None:
         for index, ids in enumerate(pages):

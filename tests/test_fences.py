@@ -209,3 +209,23 @@ async def test_only_the_pages_under_a_fence_are_held_back() -> None:
     fences.lift(fence)
     fences.lift(fence)
     assert (fences.over(ids(3, 7)), lifted, len(fences)) == ([], ["mine", "changed"], 0)
+
+
+async def test_a_reset_ends_the_wait_for_what_was_to_be_written() -> None:
+    """The lease is stale then, and says so."""
+    async with tiers() as (r, _):
+        ready = asyncio.Event()
+        lease = await r.lease(A)
+        chunk = await chunk_of(lease)
+        await lease.run(r.model, chunk)
+        lease.commit(chunk, ready=ready)
+        other = await r.lease(A)
+        waiting = start(other.ready())
+        await turns()
+        assert not waiting.done()
+        r.cache.reset()
+        with pytest.raises(StaleError):
+            await waiting
+        for held in (lease, other):
+            held.close()
+        ready.set()

@@ -128,6 +128,26 @@ async def test_write_through_stops_at_the_first_failure() -> None:
         assert sum(job.num_pages for job in copies.moved) == 6
 
 
+async def test_a_lower_part_waits_for_the_upper_one_that_may_still_fail() -> None:
+    """Also when it is another request's: what is below a failure is not on the host."""
+    async with tiers() as (r, copies):
+        await r.serve(A[:12])
+        await turns()
+        job = copies.start()
+        copies.fails = lambda job: True
+        await r.serve(A)
+        await turns()
+        assert len(copies.jobs) == 1, "the part below is put off"
+        job.finish()
+        await copies.all()
+        assert "H" not in on_tier(r, A[:24])
+        assert "B" not in on_tier(r, A[:24])
+        copies.fails = lambda job: False
+        await r.serve(A)
+        await copies.all()
+        assert on_tier(r, A[:24]) == "BBBBBB"
+
+
 async def test_a_full_host_refuses_stores_and_counts_them() -> None:
     """What is held there does not go; the request does not notice."""
     async with tiers(pages=32, rows=4) as (r, copies):

@@ -530,9 +530,7 @@ class HybridCacheController:
 
     def _lift(self, fence: Fence, waits: asyncio.Future[Any]) -> None:
         error = None if waits.cancelled() else waits.exception()
-        if waits.cancelled() or error is not None:
-            if self.closed:
-                return  # the loop ends, and nobody will ever know: its pages stay where they are
+        if (waits.cancelled() or error is not None) and not self.closed:
             # Nobody knows what the pages hold, and others may have taken them over.
             log.error("`ready` of a commit failed: the cache is reset", exc_info=error)
             self.reset()

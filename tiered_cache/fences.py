@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 
 class Fence:
     """`ids`: pages of the first component, sorted. `lifted` is set when they are written, or when
-    whoever said so has failed."""
+    whoever said so has failed; `passed` then, or when a reset has made them meaningless."""
 
-    __slots__ = ("ids", "lifted", "on_lift")
+    __slots__ = ("ids", "lifted", "on_lift", "passed")
 
     def __init__(self, ids: PageIds, on_lift: Callable[[], None]) -> None:
         self.ids = np.sort(ids)
         self.lifted = asyncio.Event()
+        self.passed = asyncio.Event()
         self.on_lift = on_lift
 
 
@@ -52,6 +53,7 @@ class Fences:
         if fence in self._standing:
             self._standing.remove(fence)
             fence.lifted.set()
+            fence.passed.set()
             fence.on_lift()
             self._changed()
 
@@ -65,6 +67,7 @@ class Fences:
         """Nothing is in the tree any more; who waits goes on. The fences go on for their owners."""
         for fence in self._standing:
             fence.ids = fence.ids[:0]
+            fence.passed.set()
 
     def __len__(self) -> int:
         return len(self._standing)

@@ -609,10 +609,15 @@ class Lease:
         """Until all of the prefix is written (see `commit`): for a device that may read it before.
 
         Not needed where the same stream writes and reads.
+
+        Raises:
+            StaleError: a `reset()` came between.
         """
+        self.check()
         fences = self._controller.fences
         while standing := fences.over(self.table.ids[BASE][: self.table.num_pages]):
-            await standing[0].lifted.wait()  # meanwhile a load may have ended: look again
+            await standing[0].passed.wait()  # meanwhile a load may have ended: look again
+            self.check()
 
     def _give_back(self, pages: Sequence[PageIds]) -> None:
         """Own pages that the lease does not need any more; a fence over them may still stand."""

@@ -32,6 +32,9 @@ MAX_STORES: Final = 4
 STORE_BYTES: Final = 64 << 20
 """What one store copies at most: with `MAX_STORES`, a bound on what copies pin at a time."""
 
+MAX_LOOKS: Final = 16
+"""Queued paths that are looked at between two turns of the loop."""
+
 MAX_QUEUED: Final = 4096
 """Paths that wait to be copied. More are skipped and counted, and tried again when next used."""
 
@@ -152,7 +155,8 @@ class WriteThrough:
         self._parts.looked()
 
     def _start_queued(self) -> None:
-        for _ in range(len(self._queue)):
+        has_moved_on = False
+        for _ in range(min(len(self._queue), MAX_LOOKS)):
             if self._num_active >= MAX_STORES:
                 return
             boundary = self._queue.popleft()
@@ -160,9 +164,13 @@ class WriteThrough:
             try:
                 is_waiting = not self._start(boundary)
             except StaleError:
-                continue  # evicted meanwhile
+                is_waiting = False  # evicted meanwhile
             if is_waiting:
                 self._queue.append(boundary)
+            else:
+                has_moved_on = True
+        if has_moved_on:
+            self.look_again()
 
     def _comes_no_more(self, boundary: Boundary) -> None:
         """Copied now, or who knows when."""
@@ -171,13 +179,14 @@ class WriteThrough:
             del self._coming[boundary.node]
 
     def _start(self, boundary: Boundary) -> bool:
-        """Start the topmost piece that is missing. False when that must wait for spare pages or a
-        fence; True also when there is nothing to do."""
+        """Start the topmost piece that is missing. False when that must wait for spare pages, a
+        fence, or a copy above it that may still fail; True also when there is nothing to do."""
         tree, device, host, transfers, fences, counters, max_pages, _ = self._parts
         piece = self._first_piece(boundary)
         if piece is None:
             return True
-        assert piece.ids is not None, "a piece to store says where it is"
+        if piece.ids is None:
+            return False
         ids = piece.ids[:max_pages]
         end = Boundary(boundary.node, piece.start + len(ids) * tree.page_size)
         if fences.over(ids) or tree.would_protect(end)[BASE] > device.spare(BASE):
@@ -201,8 +210,8 @@ class WriteThrough:
         return True
 
     def _first_piece(self, boundary: Boundary) -> Piece | None:
-        """The topmost run of pages that the host lacks and nobody is bringing, down to the last
-        node that was used often enough."""
+        """The topmost run of pages that the host lacks, down to the last node that was used often
+        enough."""
         tree = self._parts.tree
         node = tree.cut(boundary)
         while node.parent is not None and node.hit_count < self._threshold:
@@ -210,7 +219,7 @@ class WriteThrough:
         if node.parent is None:
             return None
         pieces = tree.plan_transfer(Boundary(node, node.end), BASE, Tier.HOST)
-        return next((piece for piece in pieces if piece.pending is None), None)
+        return pieces[0] if pieces else None
 
 
 class WriteBack:

@@ -1,15 +1,18 @@
 """How late the event loop is, with and without transfers, alone and beside a model.
 
-A probe asks to be woken every 2 ms and notes how much later it is. Four phases take turns: nothing;
-transfers both ways without a pause; a language model computing in the run thread; both. What counts
-is the difference to the same phase without transfers, within one round: this machine's own lateness
-is in both.
+A thread sends the loop an event every 2 ms, as a socket would, and the loop notes how much later it
+comes to it. (Not timers: asyncio rounds what is left of one up to a millisecond whenever the loop
+is woken in between, so a busy loop is late by half of that without anybody's doing.) Four phases
+take turns: nothing; transfers both ways without a pause; a language model computing in the run
+thread; both. What counts is the difference to the same phase without transfers, within one round:
+this machine's own lateness is in both.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 from contextlib import asynccontextmanager, suppress
 from statistics import median
 from time import perf_counter
@@ -96,12 +99,23 @@ async def _round(model: Callable[[], object], seconds: float) -> dict[str, Phase
 
 
 async def _probe(seconds: float) -> list[float]:
-    """How late the loop came to it, each time."""
-    loop = asyncio.get_running_loop()
-    end, late_s = loop.time() + seconds, []
-    while (due := loop.time() + PERIOD_S) < end:
-        await asyncio.sleep(PERIOD_S)
-        late_s.append(loop.time() - due)
+    """How late the loop came to each event that a thread has sent it."""
+    loop, late_s, stop = asyncio.get_running_loop(), list[float](), threading.Event()
+
+    def note(sent_s: float) -> None:
+        late_s.append(perf_counter() - sent_s)
+
+    def send() -> None:
+        while not stop.wait(PERIOD_S):
+            loop.call_soon_threadsafe(note, perf_counter())
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        await asyncio.sleep(seconds)
+    finally:
+        stop.set()
+        sender.join()
     return late_s
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -55,6 +57,20 @@ def test_threads_are_started_as_they_are_needed_and_end_at_the_shutdown() -> Non
     assert not threads_of("test")
     with pytest.raises(RuntimeError, match="shut down"):
         executor.submit(int)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a thread's own priority is Linux's")
+def test_threads_give_way_as_far_as_they_are_told() -> None:
+    """And nobody else's priority changes."""
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    nice = DaemonExecutor("test", 1, nice=3)
+
+    def priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    assert nice.submit(priority).result() == before + 3
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
+    nice.shutdown()
 
 
 async def test_what_is_queued_before_the_shutdown_is_still_run(executor: DaemonExecutor) -> None:

@@ -10,8 +10,11 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
+import os
 import queue
+import sys
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from tiered_cache.errors import ClosedError
@@ -40,14 +43,16 @@ class DaemonExecutor(concurrent.futures.Executor):
     """A bounded pool of daemon threads, first in first out.
 
     Queued jobs can be cancelled; running ones cannot. Unlike the standard pool it does not make the
-    interpreter wait for its threads at exit.
+    interpreter wait for its threads at exit. `nice`: how far its threads give way to others where
+    cores are short (the unit of `os.nice`).
     """
 
-    def __init__(self, name: str, num_threads: int) -> None:
+    def __init__(self, name: str, num_threads: int, *, nice: int = 0) -> None:
         if num_threads < 1:
             raise ValueError(f"an executor needs at least one thread, not {num_threads}")
         self._name = name
         self._num_threads = num_threads
+        self._nice = nice
         self._queue: queue.SimpleQueue[
             tuple[concurrent.futures.Future[Any], Callable[[], Any]] | None
         ]
@@ -74,6 +79,11 @@ class DaemonExecutor(concurrent.futures.Executor):
         return future
 
     def _work(self) -> None:
+        if self._nice and sys.platform == "linux":  # elsewhere a priority is the whole process's
+            thread = threading.get_native_id()
+            with suppress(OSError):
+                priority = os.getpriority(os.PRIO_PROCESS, thread) + self._nice
+                os.setpriority(os.PRIO_PROCESS, thread, min(priority, 19))
         while (item := self._queue.get()) is not STOP:
             future, call = item
             if not future.set_running_or_notify_cancel():

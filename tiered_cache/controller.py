@@ -421,7 +421,8 @@ class HybridCacheController:
         counters.tokens_hit_device += lease.prefix_len
         if self.transfers is not None:
             self.write_policy.note_used(lease.published)
-        self._tell(EventKind.GRANTED, lease, lease.prefix_len)
+        if self.observers.listening:
+            self._tell(EventKind.GRANTED, lease, lease.prefix_len)
 
     def used(self, boundary: Boundary) -> None:
         """A prefix was published, or granted: it may be worth a copy."""
@@ -432,7 +433,8 @@ class HybridCacheController:
         """A lease goes on from what others have published."""
         self.counters.rematches += 1
         self.counters.tokens_hit_device += num_tokens
-        self._tell(EventKind.REMATCHED, lease, num_tokens)
+        if self.observers.listening:
+            self._tell(EventKind.REMATCHED, lease, num_tokens)
         self.admission.look_again()
 
     def committed(self, lease: Lease, num_tokens: int) -> None:
@@ -441,14 +443,16 @@ class HybridCacheController:
         if self.transfers is not None:
             self.write_policy.note_used(lease.published)
         self.claims.settle(lease.id)
-        self._tell(EventKind.COMMITTED, lease, num_tokens)
+        if self.observers.listening:
+            self._tell(EventKind.COMMITTED, lease, num_tokens)
         self.admission.look_again()
 
     def loaded(self, lease: Lease, num_tokens: int, *, from_host: int) -> None:
         """A load has lengthened a lease's prefix."""
         self.counters.tokens_hit_device += num_tokens - from_host
         self.counters.tokens_hit_host += from_host
-        self._tell(EventKind.LOADED, lease, num_tokens)
+        if self.observers.listening:
+            self._tell(EventKind.LOADED, lease, num_tokens)
 
     def released(self, lease: Lease, *, is_running: bool) -> None:
         """A lease is closed; while a run goes on its pages are quarantined, until `ended`."""
@@ -457,7 +461,8 @@ class HybridCacheController:
         if is_running:
             self._ending[lease.id] = lease
         self.claims.settle(lease.id)
-        self._tell(EventKind.RELEASED, lease, lease.committed)
+        if self.observers.listening:
+            self._tell(EventKind.RELEASED, lease, lease.committed)
         self.admission.look_again()
 
     def ended(self, lease: Lease) -> None:
@@ -480,8 +485,7 @@ class HybridCacheController:
         self.calmed()
 
     def _tell(self, kind: EventKind, lease: Lease, tokens: int) -> None:
-        if self.observers.listening:
-            self.observers.on_event(Event(kind, lease_id=lease.id, tokens=tokens))
+        self.observers.on_event(Event(kind, lease_id=lease.id, tokens=tokens))
 
     def _open_leases(self) -> list[Lease]:
         return [lease for ref in self._leases.values() if (lease := ref()) is not None]

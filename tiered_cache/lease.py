@@ -640,16 +640,20 @@ class Lease:
     def _publish_when_quiet(self, stop: int) -> int:
         """Now, or when the last run and the load above which it stands have ended: the table must
         not change under a running model, nor the tree hold what hangs in the air."""
-        is_using_load = self._load is not None and self._load.is_under_way
-        if self._num_runs or is_using_load or not self._has_room_to_publish(stop):
+        if stop < self.committed + self._page_size:
+            return self.committed  # no whole page more
+        if (
+            self._num_runs
+            or (self._load is not None and self._load.is_under_way)
+            or (self._fences and not self._has_room_to_publish(stop))
+        ):
             self._deferred = max(self._deferred, stop)
             return self.committed
         return self._publish(stop)
 
     def _has_room_to_publish(self, stop: int) -> bool:
-        """Whether what others have published of it can be held beside the own pages."""
-        if not self._fences:
-            return True
+        """Whether what others have published of it can be held beside the own pages, which do not
+        go home before a fence is lifted."""
         assert self.receipt is not None, "granted leases hold a receipt"
         boundary = self._controller.tree.match_deeper(self.receipt, self.key, stop)
         return boundary is None or self._may_hold(boundary)

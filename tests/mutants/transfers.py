@@ -326,8 +326,8 @@ MUTANTS: Final = [
         rule="§9.9",
         harm="the tree holds what hangs in the air",
         file=LEASE,
-        old="if self._num_runs or is_using_load or not",
-        new="if self._num_runs or not",
+        old="            or (self._load is not None and self._load.is_under_way)\n",
+        new="",
         test=LAYER_TESTS + "test_a_commit_above_a_load_runs_in_its_commit_beat",
     ),
     Mutant(

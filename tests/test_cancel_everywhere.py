@@ -36,6 +36,10 @@ NEVER: Final = {
     "admission.py AdmissionQueue.admit: async with asyncio.timeout(timeout)": "sets a timer",
     "controller.py HybridCacheController.aclose: async with asyncio.timeout(limit)": "sets a timer",
     "prefix_load.py PrefixLoad.bring: async with asyncio.timeout(timeout)": "sets a timer",
+    "controller.py HybridCacheController.aclose: await threads_ended("
+    "self._executors.owned, left_s)": "real threads: `test_cancellation` has them",
+    "cache.py Opening._open: await threads_ended(executors.owned, OPEN_LIMIT_S)": "(same)",
+    "jobs.py threads_ended: await asyncio.wait(ends, timeout=timeout)": "(same)",
     "cache.py UnifiedRadixCache.evict_host: await self._engine.evict_host(params)": "gives up at "
     "once; a coroutine as `evict` is, and because a tier below may make it wait",
 }

@@ -13,7 +13,7 @@ import pytest
 
 from tests.lease_helpers import cancelled, start, turns
 from tiered_cache import ClosedError
-from tiered_cache.jobs import DaemonExecutor, Supervisor, run_to_end, submit
+from tiered_cache.jobs import DaemonExecutor, Supervisor, run_to_end, submit, threads_ended
 from tiered_cache.testing.gates import Gate, ManualExecutor
 
 
@@ -57,6 +57,22 @@ def test_threads_are_started_as_they_are_needed_and_end_at_the_shutdown() -> Non
     assert not threads_of("test")
     with pytest.raises(RuntimeError, match="shut down"):
         executor.submit(int)
+
+
+async def test_an_end_is_told_when_no_thread_holds_anything() -> None:
+    """Not before what runs has ended, and at once when no thread was ever started."""
+    idle = DaemonExecutor("test", 2)
+    idle.shutdown(wait=False)
+    await threads_ended([idle], None)
+    gate, busy = Gate(), DaemonExecutor("test", 2)
+    jobs = [busy.submit(gate), busy.submit(int)]
+    await gate.reached()
+    busy.shutdown(wait=False)
+    await threads_ended([busy], 0.01)
+    assert not busy.ended.done()
+    gate.open()
+    await threads_ended([busy], None)
+    assert all(job.done() for job in jobs)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a thread's own priority is Linux's")

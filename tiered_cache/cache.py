@@ -15,7 +15,7 @@ from tiered_cache.config import Config
 from tiered_cache.controller import Executors, HybridCacheController
 from tiered_cache.engine import Engine
 from tiered_cache.errors import ClosedError
-from tiered_cache.jobs import DaemonExecutor, run_to_end, submit
+from tiered_cache.jobs import DaemonExecutor, run_to_end, submit, threads_ended
 from tiered_cache.keys import RadixKey, check_token
 from tiered_cache.lease import Lease
 from tiered_cache.ranks import SingleRank
@@ -49,6 +49,9 @@ if TYPE_CHECKING:
     )
 
 T = TypeVar("T")
+
+OPEN_LIMIT_S: Final = 1.0
+"""How long an opening that failed waits for its threads to let go of what they have made."""
 
 COPY_NICE: Final = 10
 """Copies give way to the loop and the model where cores are short. Beside both on two cores the
@@ -549,6 +552,7 @@ class Opening:
         except BaseException:
             for executor in executors.owned:
                 executor.shutdown(wait=False)
+            await threads_ended(executors.owned, OPEN_LIMIT_S)
             raise
         return UnifiedRadixCache(parts, controller)
 
@@ -558,7 +562,7 @@ class Opening:
         copies = 2 if self._config.device.type.startswith("cuda") else 1
         threads = {"run": self._config.run_threads, "copy": copies, "io": 1}
         run, copy, io = [
-            given or DaemonExecutor(name, count, nice=0 if name == "run" else COPY_NICE)
+            given or DaemonExecutor(name, count, nice=COPY_NICE if name == "copy" else 0)
             for given, (name, count) in zip(self._executors, threads.items(), strict=True)
         ]
         owned = [executor for executor in (run, copy, io) if executor not in self._executors]

@@ -26,7 +26,7 @@ from tiered_cache.admission import AdmissionQueue
 from tiered_cache.claims import Claims
 from tiered_cache.errors import CapacityError, ClosedError, StaleError, WrongThreadError
 from tiered_cache.fences import Fences, as_awaitable, is_device_event
-from tiered_cache.jobs import Supervisor, run_to_end, submit
+from tiered_cache.jobs import Supervisor, run_to_end, submit, threads_ended
 from tiered_cache.layers import LayerWaits
 from tiered_cache.lent import LentPages
 from tiered_cache.observe import Event, EventKind, Observers
@@ -627,6 +627,7 @@ class HybridCacheController:
         """
         if asyncio._get_running_loop() is not self.loop:
             raise self._why_not()
+        began = self.now()
         if not self.closed:
             self.closed = True
             self.admission.wake_all()
@@ -651,6 +652,9 @@ class HybridCacheController:
             for executor in self._executors.owned:
                 executor.shutdown(wait=False)
         await self._supervisor.aclose()
+        if not self.busy:
+            left_s = None if limit is None else max(0.0, limit - (self.now() - began))
+            await threads_ended(self._executors.owned, left_s)
         if self._host is not None and not self.transfers:
             self._host.close()
         return self.outstanding()

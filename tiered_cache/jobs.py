@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from tiered_cache.errors import ClosedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Iterable
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,8 @@ class DaemonExecutor(concurrent.futures.Executor):
 
     Queued jobs can be cancelled; running ones cannot. Unlike the standard pool it does not make the
     interpreter wait for its threads at exit. `nice`: how far its threads give way to others where
-    cores are short (the unit of `os.nice`).
+    cores are short (the unit of `os.nice`). `ended`: done when it is shut down and no thread of it
+    holds anything any more.
     """
 
     def __init__(self, name: str, num_threads: int, *, nice: int = 0) -> None:
@@ -58,7 +59,10 @@ class DaemonExecutor(concurrent.futures.Executor):
         ]
         self._queue = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._num_working = 0
+        self._lock = threading.Lock()
         self._closed = False
+        self.ended: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     def submit(
         self, fn: Callable[..., T], /, *args: Any, **kwargs: Any
@@ -75,6 +79,8 @@ class DaemonExecutor(concurrent.futures.Executor):
                 daemon=True,
             )
             self._threads.append(thread)
+            with self._lock:
+                self._num_working += 1
             thread.start()
         return future
 
@@ -96,6 +102,13 @@ class DaemonExecutor(concurrent.futures.Executor):
                 future.set_result(result)
                 del result
             del item, future, call  # an idle thread keeps nothing alive
+        with self._lock:
+            self._num_working -= 1
+            self._end_if_idle()
+
+    def _end_if_idle(self) -> None:
+        if self._closed and not self._num_working and not self.ended.done():
+            self.ended.set_result(None)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Let the threads end after what is queued. With `wait`, blocks until they have."""
@@ -103,9 +116,29 @@ class DaemonExecutor(concurrent.futures.Executor):
             self._closed = True
             for _ in self._threads:
                 self._queue.put(STOP)
+            with self._lock:
+                self._end_if_idle()
         if wait:
             for thread in self._threads:
                 thread.join()
+
+
+async def threads_ended(
+    executors: Iterable[concurrent.futures.Executor], timeout: float | None
+) -> None:
+    """Until executors that were shut down have no thread left that holds anything, or `timeout`
+    seconds have passed.
+
+    A thread that lets go of a tensor while the interpreter is being finalised ends the process
+    (C++ frees it without the GIL, and a thread that asks for the GIL then is unwound through it).
+    """
+    ends = [
+        asyncio.wrap_future(executor.ended)
+        for executor in executors
+        if isinstance(executor, DaemonExecutor)
+    ]
+    if ends:
+        await asyncio.wait(ends, timeout=timeout)
 
 
 def submit(

@@ -56,7 +56,7 @@ from tiered_cache.transfer import copier
 from tiered_cache.transfer.copier import Direction
 from tiered_cache.transfer.cpu import CpuCopier
 from tiered_cache.types import EvictParams, PageIds, Tier
-from tiered_cache.write_policies import WriteBack, WriteThrough
+from tiered_cache.write_policies import Turn, WriteBack, WriteThrough
 
 LAYERS: Final = (0, 1)
 
@@ -785,7 +785,7 @@ class Schedule:
         if isinstance(policy, WriteBack):
             self._count(policy, "_start_round", "write_back rounds", bool)
         elif isinstance(policy, WriteThrough):
-            self._count(policy, "_start", "stores put off", lambda done: not done)
+            self._count(policy, "_start", "stores put off", lambda turn: turn is not Turn.TAKEN)
 
     def _count(self, owner: Any, name: str, what: str, counts: Callable[[Any], object]) -> None:
         call = getattr(owner, name)

@@ -148,6 +148,23 @@ async def test_a_lower_part_waits_for_the_upper_one_that_may_still_fail() -> Non
         assert on_tier(r, A[:24]) == "BBBBBB"
 
 
+async def test_who_needs_room_also_waits_for_a_copy_that_waits_for_the_one_above() -> None:
+    """It comes: what hangs below a copy under way is not dropped for being second."""
+    async with tiers(pages=8) as (r, copies):
+        await r.serve(A[:12])
+        await turns()
+        job = copies.start()
+        await r.serve(A[:24])
+        await turns()
+        waiting = start(r.serve(seq("B", 17)))
+        await turns()
+        assert not waiting.done(), "three pages of A are not on the host yet"
+        job.finish()
+        await copies.all()
+        assert await waiting == 0
+        assert r.counters.tokens_dropped == 0
+
+
 async def test_a_full_host_refuses_stores_and_counts_them() -> None:
     """What is held there does not go; the request does not notice."""
     async with tiers(pages=32, rows=4) as (r, copies):

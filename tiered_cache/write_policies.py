@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
+from enum import Enum
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from tiered_cache.errors import StaleError
@@ -96,6 +97,14 @@ class Storing(NamedTuple):
     """To be called when something that was to be started has been, or could not."""
 
 
+class Turn(Enum):
+    """What has become of a queued path when it was looked at."""
+
+    TAKEN = "taken"  # a copy was started, or there was nothing to copy
+    AFTER_ANOTHER = "after another"  # a copy above it is under way, and may still fail
+    WHO_KNOWS = "who knows"  # it waits for spare pages, or for a fence
+
+
 class WriteThrough:
     """Copies what was used `threshold` times, with the ancestors that the host lacks, root first.
 
@@ -162,13 +171,15 @@ class WriteThrough:
             boundary = self._queue.popleft()
             self._comes_no_more(boundary)
             try:
-                is_waiting = not self._start(boundary)
+                turn = self._start(boundary)
             except StaleError:
-                is_waiting = False  # evicted meanwhile
-            if is_waiting:
-                self._queue.append(boundary)
-            else:
+                turn = Turn.TAKEN  # evicted meanwhile
+            if turn is Turn.TAKEN:
                 has_moved_on = True
+                continue
+            self._queue.append(boundary)
+            if turn is Turn.AFTER_ANOTHER:
+                self._coming[boundary.node] += 1
         if has_moved_on:
             self.look_again()
 
@@ -178,19 +189,18 @@ class WriteThrough:
         if self._coming[boundary.node] <= 0:
             del self._coming[boundary.node]
 
-    def _start(self, boundary: Boundary) -> bool:
-        """Start the topmost piece that is missing. False when that must wait for spare pages, a
-        fence, or a copy above it that may still fail; True also when there is nothing to do."""
+    def _start(self, boundary: Boundary) -> Turn:
+        """Start the topmost piece that is missing, if that may be and there is one."""
         tree, device, host, transfers, fences, counters, max_pages, _ = self._parts
         piece = self._first_piece(boundary)
         if piece is None:
-            return True
+            return Turn.TAKEN
         if piece.ids is None:
-            return False
+            return Turn.AFTER_ANOTHER
         ids = piece.ids[:max_pages]
         end = Boundary(boundary.node, piece.start + len(ids) * tree.page_size)
         if fences.over(ids) or tree.would_protect(end)[BASE] > device.spare(BASE):
-            return False
+            return Turn.WHO_KNOWS
         rows = host.take_up_to(BASE, len(ids))
         if len(rows) < len(ids):
             counters.stores_refused += 1
@@ -207,7 +217,7 @@ class WriteThrough:
                 self.look_again()
 
             transfers.store(end, piece.start, BASE, ids[: len(rows)], rows, on_end)
-        return True
+        return Turn.TAKEN
 
     def _first_piece(self, boundary: Boundary) -> Piece | None:
         """The topmost run of pages that the host lacks, down to the last node that was used often

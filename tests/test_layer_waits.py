@@ -23,7 +23,7 @@ async def demoted(r: Rig, name: str, length: int) -> None:
 
 def fail_loads(r: Rig, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Let loads fail, once the event that is returned is set."""
-    copier = r.cache._controller._mover.copier
+    copier = r.cache._controller.transfers._mover.copier
     copy, may_fail = copier.copy, threading.Event()
 
     def fail(job: CopyJob) -> None:

@@ -43,6 +43,16 @@ class TierPages:
         for allocator, ids in zip(self.allocators, pages, strict=True):
             allocator.free(ids)
 
+    def evict(self, need: Sequence[int]) -> EvictResult:
+        """Give up so many pages of each component, or what can go."""
+        raise NotImplementedError
+
+    def _evict_of(self, index: int, num_pages: int) -> None:
+        """`evict` of one component."""
+        need = [0] * len(self.allocators)
+        need[index] = num_pages
+        self.evict(need)
+
     # --- across a reset ---------------------------------------------------------------------------
 
     def reset(self, held: Iterable[Sequence[PageIds]]) -> None:
@@ -93,9 +103,7 @@ class HostPages(TierPages):
         allocator = self.allocators[index]
         short = num_pages - allocator.num_free
         if short > 0:
-            need = [0] * len(self.allocators)
-            need[index] = short
-            self.evict(need)
+            self._evict_of(index, short)
         ids = allocator.allocate(min(num_pages, allocator.num_free))
         assert ids is not None, "no more than are free"
         return ids
@@ -147,6 +155,13 @@ class PageAccounts(TierPages):
             for allocator, promised in zip(self.allocators, self.promised, strict=True)
         )
 
+    def missing(self, need: Sequence[int]) -> list[int]:
+        """Per component, pages to evict before so many are free besides what is promised."""
+        return [
+            max(0, pages + promised - allocator.num_free) if pages else 0
+            for pages, promised, allocator in zip(need, self.promised, self.allocators, strict=True)
+        ]
+
     def promise(self, num_pages: int) -> None:
         """Promise so many pages of every component (or take the promise back, if negative)."""
         if len(self.promised) == 1:  # spelt out: every lease comes by here several times
@@ -167,9 +182,7 @@ class PageAccounts(TierPages):
         allocator = self.allocators[index]
         short = num_pages - allocator.num_free
         if short > 0:
-            need = [0] * len(self.allocators)
-            need[index] = short
-            self.evict(need)
+            self._evict_of(index, short)
         ids = allocator.allocate(num_pages)
         if ids is None:
             there = allocator.num_free

@@ -180,9 +180,9 @@ class HybridCacheController:
     def _add_host_tier(self, host: HostTier, executor: concurrent.futures.Executor) -> None:
         assert self.host_pages is not None, "made for it"
         self.load_back_threshold = host.load_back_threshold
-        self._mover = Mover(host.copier, executor)
+        mover = Mover(host.copier, executor)
         self.transfers = Transfers(
-            self.tree, self.accounts, self.host_pages, self._mover, self.counters, self.calmed
+            self.tree, self.accounts, self.host_pages, mover, self.counters, self.calmed
         )
         parts = Storing(
             self.tree,

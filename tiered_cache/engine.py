@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from tiered_cache.page_table import PageTable
 from tiered_cache.publish import publish
-from tiered_cache.tree.components.base import join_each
+from tiered_cache.tree.components.base import NO_PAGES, join_each
 from tiered_cache.tree.node import BASE
 from tiered_cache.types import Boundary, EvictResult, MatchPrefixParams, Tier, whole_number
 
@@ -228,20 +226,10 @@ class Engine:
         found = []
         while True:
             if not self._controller.waits_for_copies(max(need)):
-                found.append(self._accounts.evict(self._missing(need)))
-                if not any(self._missing(need)) or not self._controller.is_storing:
+                found.append(self._accounts.evict(self._accounts.missing(need)))
+                if not any(self._accounts.missing(need)) or not self._controller.is_storing:
                     return _sum(found)
             await self._controller.changed()
-
-    def _missing(self, need: Sequence[int]) -> list[int]:
-        """Per component, pages to evict before so many are free."""
-        accounts = self._accounts
-        return [
-            max(0, pages + promised - allocator.num_free) if pages else 0
-            for pages, promised, allocator in zip(
-                need, accounts.promised, accounts.allocators, strict=True
-            )
-        ]
 
     async def evict_host(self, params: EvictParams) -> EvictResult:
         """Give up so much of the host, mirrors first. Returns what was given up."""
@@ -249,12 +237,9 @@ class Engine:
         need = self._targets(params)
         pages = self._controller.host_pages
         if pages is None:
-            return EvictResult(self._nothing, self._nothing)
+            nothing = (NO_PAGES,) * len(self._tree.components)
+            return EvictResult(nothing, nothing)
         return pages.evict(need)
-
-    @property
-    def _nothing(self) -> tuple[PageIds, ...]:
-        return tuple(np.empty(0, np.int32) for _ in self._tree.components)
 
     def _targets(self, params: EvictParams) -> list[int]:
         """Pages per component."""
@@ -307,12 +292,7 @@ class _Loader:
             for _ in range(2):  # once more, if somebody else's load above has failed
                 wanted = self._cover(params)
                 loads.update(dict.fromkeys(wanted))
-                failed = None
-                for load in wanted:
-                    await load.ended.wait()
-                    if not load.is_complete:
-                        failed = load
-                        break
+                failed = await transfers.first_failure(wanted)
                 if failed is None or failed.funder is self:
                     return
         finally:

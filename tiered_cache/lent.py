@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from tiered_cache.tree.components.base import NO_PAGES
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -93,7 +95,7 @@ class LentPages:
     def pages(self, index: int) -> PageIds:
         """All of a component that are lent."""
         if not self._flags:
-            return np.empty(0, np.int32)
+            return NO_PAGES
         return np.flatnonzero(self._flags[index]).astype(np.int32)
 
     def held(self) -> list[PageIds]:

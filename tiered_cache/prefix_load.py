@@ -78,7 +78,8 @@ class PrefixLoad:
 
         With `layerwise` the lease can use it before it is there.
         """
-        controller = self._controller
+        controller, transfers = self._controller, self._controller.transfers
+        assert transfers is not None, "there is a host tier"
         if timeout == 0:
             self.shortened = "load_timeout is 0"
             return
@@ -93,7 +94,7 @@ class PrefixLoad:
                         self._use(wanted)
                         return
                     own = [load for load in wanted if load.funder is self]
-                    failed = await _first_failure(wanted)
+                    failed = await transfers.first_failure(wanted)
                     controller.check()
                     if failed is None or failed in own:
                         break
@@ -210,12 +211,3 @@ class PrefixLoad:
             self._using = ()
             self.end = 0
             self._lease.load_is_complete()
-
-
-async def _first_failure(loads: Sequence[Transfer]) -> Transfer | None:
-    """Wait for loads, root first; the first that has not brought all of it, or None."""
-    for load in loads:
-        await load.ended.wait()
-        if not load.is_complete:
-            return load
-    return None

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from tiered_cache.layers import LayerProgress, load_failed, stale_load
 from tiered_cache.transfer.copier import Direction
+from tiered_cache.tree.components.base import NO_PAGES
 from tiered_cache.types import Boundary, Tier
 
 if TYPE_CHECKING:
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
     from tiered_cache.tree.plans import Pinned
     from tiered_cache.tree.radix import RadixTree
     from tiered_cache.types import PageIds
-
-NO_IDS: Final = np.empty(0, np.int32)
 
 
 class Waiter(Protocol):
@@ -96,8 +93,8 @@ class Transfer:
         self.start = start
         self.component = component
         self.epoch = epoch
-        self.device_ids: PageIds = NO_IDS
-        self.host_ids: PageIds = NO_IDS
+        self.device_ids: PageIds = NO_PAGES
+        self.host_ids: PageIds = NO_PAGES
         self.pinned: Pinned
         self.batch: Batch | None = None
         self.has_moved = False
@@ -246,6 +243,15 @@ class Transfers:
                     self._cancel(load)
         self._commit_loads()
 
+    @staticmethod
+    async def first_failure(loads: Sequence[Transfer]) -> Transfer | None:
+        """Wait for loads, root first; the first that has not brought all of it, or None."""
+        for load in loads:
+            await load.ended.wait()
+            if not load.is_complete:
+                return load
+        return None
+
     def _cancel(self, transfer: Transfer) -> None:
         assert transfer.batch is not None, "set when it began"
         self._mover.cancel(transfer.batch)
@@ -274,7 +280,7 @@ class Transfers:
 
         Root first, so that one load's commit is seen by the one below it.
         """
-        moved = [load for load in self._active if load.has_moved and load.epoch == self._epoch]
+        moved = [load for load in self._active if load.has_moved and load.epoch == self._tree.epoch]
         for load in sorted(moved, key=lambda load: load.start):
             if load not in self._active:
                 continue  # committed by what the commit of another has set off
@@ -284,15 +290,11 @@ class Transfers:
                 load.num_moved = 0
                 self._commit(load)
 
-    @property
-    def _epoch(self) -> int:
-        return self._tree.epoch
-
     def _commit(self, transfer: Transfer) -> None:
         tree, count, index = self._tree, transfer.num_moved, transfer.component
         del self._active[transfer]
         ids = transfer.target_ids
-        unused = NO_IDS
+        unused = NO_PAGES
         if count:
             depth = transfer.start + count * self._page_size
             boundary = Boundary(transfer.node, depth)
@@ -312,6 +314,9 @@ class Transfers:
                 transfer.progress.finish()
             else:
                 transfer.progress.fail(load_failed(transfer.error))
+        self._tell_ended(transfer)
+
+    def _tell_ended(self, transfer: Transfer) -> None:
         transfer.ended.set()
         if transfer.on_end is not None:
             transfer.on_end(transfer)
@@ -354,10 +359,7 @@ class Transfers:
         del self._active[transfer]
         tier = self._tiers[transfer.target]
         tier.give_back_stale(self._by_component(transfer.component, transfer.target_ids))
-        transfer.ended.set()
-        if transfer.on_end is not None:
-            transfer.on_end(transfer)
-        self._changed()
+        self._tell_ended(transfer)
 
     # --- life cycle -------------------------------------------------------------------------------
 
@@ -410,7 +412,7 @@ class Transfers:
             transfer.num_pages
             for transfer in self._active
             if (transfer.target, transfer.component) == (tier, component)
-            and transfer.epoch == self._epoch
+            and transfer.epoch == self._tree.epoch
         )
 
     def num_retired(self, tier: Tier, component: int) -> int:
@@ -419,11 +421,11 @@ class Transfers:
             len(retired.ids)
             for retired in self._retired
             if (retired.target, retired.component) == (tier, component)
-            and retired.epoch == self._epoch
+            and retired.epoch == self._tree.epoch
         )
 
     def _by_component(self, component: int, ids: PageIds) -> list[PageIds]:
-        by_component: list[PageIds] = [NO_IDS] * len(self._tree.components)
+        by_component: list[PageIds] = [NO_PAGES] * len(self._tree.components)
         by_component[component] = ids
         return by_component
 

@@ -96,6 +96,28 @@ class Storing(NamedTuple):
     looked: Callable[[], None]
     """To be called when something that was to be started has been, or could not."""
 
+    def part_of(self, piece: Piece) -> Piece:
+        """As much of a piece, from its root end, as one store copies."""
+        assert piece.ids is not None, "a piece to store says where it is"
+        ids = piece.ids[: self.max_pages]
+        return piece._replace(stop=piece.start + len(ids) * self.tree.page_size, ids=ids)
+
+    def may_store(self, node: Node, part: Piece) -> bool:
+        """Whether its pages are written, and holding them takes nothing that is promised."""
+        assert part.ids is not None, "a piece to store says where it is"
+        would_protect = self.tree.would_protect(Boundary(node, part.stop))[BASE]
+        return not self.fences.over(part.ids) and would_protect <= self.device.spare(BASE)
+
+    def store(self, node: Node, part: Piece, on_end: Callable[[Transfer], None]) -> int:
+        """Copy of a part on the path to `node` what the host has room for; how many pages that
+        are."""
+        assert part.ids is not None, "a piece to store says where it is"
+        rows = self.host.take_up_to(BASE, len(part.ids))
+        if len(rows):
+            end = Boundary(node, part.start + len(rows) * self.tree.page_size)
+            self.transfers.store(end, part.start, BASE, part.ids[: len(rows)], rows, on_end)
+        return len(rows)
+
 
 class Turn(Enum):
     """What has become of a queued path when it was looked at."""
@@ -191,32 +213,30 @@ class WriteThrough:
 
     def _start(self, boundary: Boundary) -> Turn:
         """Start the topmost piece that is missing, if that may be and there is one."""
-        tree, device, host, transfers, fences, counters, max_pages, _ = self._parts
+        parts = self._parts
         piece = self._first_piece(boundary)
         if piece is None:
             return Turn.TAKEN
         if piece.ids is None:
             return Turn.AFTER_ANOTHER
-        ids = piece.ids[:max_pages]
-        end = Boundary(boundary.node, piece.start + len(ids) * tree.page_size)
-        if fences.over(ids) or tree.would_protect(end)[BASE] > device.spare(BASE):
+        part = parts.part_of(piece)
+        if not parts.may_store(boundary.node, part):
             return Turn.WHO_KNOWS
-        rows = host.take_up_to(BASE, len(ids))
-        if len(rows) < len(ids):
-            counters.stores_refused += 1
-        if len(rows):
-            end = Boundary(boundary.node, piece.start + len(rows) * tree.page_size)
-            self._num_active += 1
+        num_wanted = (part.stop - part.start) // parts.tree.page_size
 
-            def on_end(store: Transfer) -> None:
-                self._num_active -= 1
-                # The rest of the path comes next; after a failure it waits for the next use.
-                if store.is_complete and len(rows) == len(ids) and store.epoch == tree.epoch:
-                    self._queue.appendleft(boundary)
-                    self._coming[boundary.node] += 1
-                self.look_again()
+        def on_end(store: Transfer) -> None:
+            self._num_active -= 1
+            # The rest of the path comes next; after a failure it waits for the next use.
+            is_current = store.epoch == parts.tree.epoch
+            if store.is_complete and store.num_pages == num_wanted and is_current:
+                self._queue.appendleft(boundary)
+                self._coming[boundary.node] += 1
+            self.look_again()
 
-            transfers.store(end, piece.start, BASE, ids[: len(rows)], rows, on_end)
+        num_taken = parts.store(boundary.node, part, on_end)
+        if num_taken < num_wanted:
+            parts.counters.stores_refused += 1
+        self._num_active += num_taken > 0
         return Turn.TAKEN
 
     def _first_piece(self, boundary: Boundary) -> Piece | None:
@@ -275,25 +295,18 @@ class WriteBack:
         return self._num_active > 0
 
     def _copy(self, victims: Sequence[Boundary]) -> None:
-        tree, device, host, transfers, fences, counters, max_pages, _ = self._parts
+        parts = self._parts
         for victim in victims:
-            pieces = tree.plan_transfer(victim, BASE, Tier.HOST)
-            for piece in pieces:
+            for piece in parts.tree.plan_transfer(victim, BASE, Tier.HOST):
                 if piece.ids is None:
                     continue
-                ids = piece.ids[:max_pages]
-                end = Boundary(victim.node, piece.start + len(ids) * tree.page_size)
-                if fences.over(ids):
+                part = parts.part_of(piece)
+                if not parts.may_store(victim.node, part):
                     continue
-                if tree.would_protect(end)[BASE] > device.spare(BASE):
-                    continue
-                rows = host.take_up_to(BASE, len(ids))
-                if not len(rows):
-                    counters.stores_refused += 1
+                if not parts.store(victim.node, part, self._ended):
+                    parts.counters.stores_refused += 1
                     break
-                end = Boundary(victim.node, piece.start + len(rows) * tree.page_size)
                 self._num_active += 1
-                transfers.store(end, piece.start, BASE, ids[: len(rows)], rows, self._ended)
 
     def _ended(self, store: Transfer) -> None:
         self._num_active -= 1

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from tiered_cache.transfer.copier import CopyJob, Direction
-from tiered_cache.transfer.parts import Part, rising_runs
+from tiered_cache.transfer.parts import Part, PartsCopier, rising_runs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -48,7 +48,7 @@ STAGING_BYTES: Final = 8 << 20
 """Staging of a lane, unless a single row is larger. A job that does not fit goes in parts."""
 
 
-class CudaCopier:
+class CudaCopier(PartsCopier["_StagedPart"]):
     """A `Copier` between tensors on one GPU and arenas, which should be pinned.
 
     From and to rows that are not pinned (yet) it works too, but slowly: CUDA copies them by way of
@@ -74,7 +74,7 @@ class CudaCopier:
     def __init__(self, pools: DevicePools, arenas: Sequence[HostArena]) -> None:
         if pools.device.type != "cuda":
             raise ValueError(f"the pools are on {pools.device}: this copier moves GPU memory")
-        self._parts = tuple(_StagedPart(pools, arena) for arena in arenas)
+        super().__init__(_StagedPart(pools, arena) for arena in arenas)
         self._device = self._parts[0].members[0][1].device
         row_bytes = max(part.arena.layout.stride for part in self._parts)
         num_bytes = max(STAGING_BYTES, row_bytes)
@@ -90,22 +90,6 @@ class CudaCopier:
                 lane.stream.wait_stream(made)
                 self._lanes.put(lane)
         self.staging_bytes = NUM_LANES * num_bytes
-
-    def layers(self, component: int) -> tuple[int, ...]:
-        return self._parts[component].layers
-
-    def plan(
-        self,
-        direction: Direction,
-        component: int,
-        device_ids: PageIds,
-        host_ids: PageIds,
-        *,
-        by_layer: bool = False,
-    ) -> list[CopyJob]:
-        return self._parts[component].plan(
-            direction, component, device_ids, host_ids, by_layer=by_layer
-        )
 
     def copy(self, job: CopyJob) -> None:
         part = self._parts[job.component]

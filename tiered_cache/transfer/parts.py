@@ -7,14 +7,14 @@ range checks of a job. Refuses to know: how bytes move.
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
 from tiered_cache.transfer.copier import check_ids, cut, layers_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     import torch
 
@@ -71,6 +71,32 @@ class Part:
         self.check(device_ids, host_ids)
         layout = self.arena.layout
         return cut(layout, direction, component, device_ids, host_ids, by_layer=by_layer)
+
+
+P = TypeVar("P", bound=Part)
+
+
+class PartsCopier(Generic[P]):
+    """What every copier answers by asking the component's part; see `Copier`."""
+
+    def __init__(self, parts: Iterable[P]) -> None:
+        self._parts = tuple(parts)
+
+    def layers(self, component: int) -> tuple[int, ...]:
+        return self._parts[component].layers
+
+    def plan(
+        self,
+        direction: Direction,
+        component: int,
+        device_ids: PageIds,
+        host_ids: PageIds,
+        *,
+        by_layer: bool = False,
+    ) -> list[CopyJob]:
+        return self._parts[component].plan(
+            direction, component, device_ids, host_ids, by_layer=by_layer
+        )
 
 
 def rising_runs(ids: PageIds) -> Iterator[tuple[int, int]]:

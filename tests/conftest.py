@@ -10,6 +10,7 @@ import pytest
 from blockbuster import blockbuster_ctx
 
 from tiered_cache.controller import HybridCacheController
+from tiered_cache.transfer import copier
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,3 +55,9 @@ def nothing_blocks() -> Iterator[None]:
         acquire = watched.functions["threading.Lock.acquire"]
         acquire.can_block_in("tiered_cache/testing/gates.py", {"start", "finish"})
         yield
+
+
+@pytest.fixture
+def one_page_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transfer of n pages is n jobs."""
+    monkeypatch.setattr(copier, "JOB_BYTES", 1)

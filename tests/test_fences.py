@@ -8,9 +8,9 @@ import logging
 import numpy as np
 import pytest
 
-from tests.lease_helpers import P, chunk_of, rig, seq, start, turns
+from tests.lease_helpers import P, Rig, chunk_of, rig, seq, start, turns
 from tests.tier_helpers import on_tier, tiers
-from tiered_cache import StaleError
+from tiered_cache import Lease, StaleError
 from tiered_cache.fences import Fences, as_awaitable, is_device_event
 
 A = seq("A", 13)
@@ -20,14 +20,20 @@ def ids(*pages: int) -> np.ndarray:
     return np.array(pages, np.int32)
 
 
+async def published_too_early(r: Rig) -> tuple[Lease, asyncio.Event]:
+    """A lease that has committed all of A, and what says that a device has written it."""
+    ready = asyncio.Event()
+    lease = await r.lease(A)
+    chunk = await chunk_of(lease)
+    await lease.run(r.model, chunk)
+    lease.commit(chunk, ready=ready)
+    return lease, ready
+
+
 async def test_write_through_waits_for_the_fence() -> None:
     """Published and matched at once, copied only when it is written."""
     async with tiers() as (r, copies):
-        ready = asyncio.Event()
-        lease = await r.lease(A)
-        chunk = await chunk_of(lease)
-        await lease.run(r.model, chunk)
-        lease.commit(chunk, ready=ready)
+        lease, ready = await published_too_early(r)
         await copies.all()
         assert (r.hit(A), on_tier(r, A), r.counters.stores) == (12, "DDD", 0)
         ready.set()
@@ -39,11 +45,7 @@ async def test_write_through_waits_for_the_fence() -> None:
 async def test_the_fence_is_awaited_on_the_loop() -> None:
     """A copy thread is not kept: other pages are stored meanwhile."""
     async with tiers() as (r, copies):
-        ready = asyncio.Event()
-        lease = await r.lease(A)
-        chunk = await chunk_of(lease)
-        await lease.run(r.model, chunk)
-        lease.commit(chunk, ready=ready)
+        lease, ready = await published_too_early(r)
         await r.serve(seq("B", 9))
         await copies.all()
         assert (on_tier(r, A), on_tier(r, seq("B", 8))) == ("DDD", "BB")
@@ -117,11 +119,7 @@ async def test_truncated_pages_are_not_handed_out_under_a_fence() -> None:
 async def test_a_match_hands_the_fence_over() -> None:
     """Whoever takes the pages over can wait for them (`Lease.ready`)."""
     async with rig() as r:
-        ready = asyncio.Event()
-        lease = await r.lease(A)
-        chunk = await chunk_of(lease)
-        await lease.run(r.model, chunk)
-        lease.commit(chunk, ready=ready)
+        lease, ready = await published_too_early(r)
         other = await r.lease(A)
         assert other.prefix_len == 12
         written = start(other.ready())
@@ -214,11 +212,7 @@ async def test_only_the_pages_under_a_fence_are_held_back() -> None:
 async def test_a_reset_ends_the_wait_for_what_was_to_be_written() -> None:
     """The lease is stale then, and says so."""
     async with tiers() as (r, _):
-        ready = asyncio.Event()
-        lease = await r.lease(A)
-        chunk = await chunk_of(lease)
-        await lease.run(r.model, chunk)
-        lease.commit(chunk, ready=ready)
+        lease, ready = await published_too_early(r)
         other = await r.lease(A)
         waiting = start(other.ready())
         await turns()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.lease_helpers import P, Rig, cancelled, rig, seq, start, turns
-from tests.tier_helpers import Log, on_tier, store, tiers, transfers
+from tests.tier_helpers import Copies, Log, on_tier, soon, store, tiers, transfers
 from tiered_cache import ClosedError, Lease, StaleError
 from tiered_cache.testing.loop import DeterministicLoop, SeededExecutor
 from tiered_cache.transfer import copier
@@ -19,15 +19,17 @@ FORK = A[:12] + B[12:]
 """Shares three pages with A."""
 
 
-@pytest.fixture
-def one_page_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A transfer of n pages is n jobs."""
-    monkeypatch.setattr(copier, "JOB_BYTES", 1)
-
-
-async def soon(work: asyncio.Task[Lease]) -> Lease:
-    async with asyncio.timeout(2.0):
-        return await work
+async def one_below_the_other(
+    r: Rig, copies: Copies
+) -> tuple[asyncio.Task[Lease], asyncio.Task[Lease]]:
+    """A, which only the host has, is being loaded: three pages for one lease, the rest for another
+    that has joined the first."""
+    await store(r, copies, A)
+    short = start(r.lease(A[:13]))
+    await turns()
+    long = start(r.lease(A))
+    await turns()
+    return short, long
 
 
 def outstanding(r: Rig, found: Sequence[Outstanding] | None = None) -> list[tuple[str, int]]:
@@ -134,11 +136,7 @@ async def test_equal_prompts_load_each_page_once() -> None:
 async def test_a_longer_prompt_joins_and_moves_only_the_rest() -> None:
     """A plan cuts its path at what is pending; the part below commits after the part above."""
     async with tiers() as (r, copies):
-        await store(r, copies, A)
-        short = start(r.lease(A[:13]))
-        await turns()
-        long = start(r.lease(A))
-        await turns()
+        short, long = await one_below_the_other(r, copies)
         assert [(load.start, load.depth) for load in transfers(r)] == [(0, 12), (12, 24)]
         first, second = copies.start(), copies.start()
         second.finish()  # the part below arrives first
@@ -182,11 +180,7 @@ async def test_a_load_goes_on_for_whoever_joined_it() -> None:
 async def test_a_predecessor_that_fails_is_planned_once_more() -> None:
     """Own pages that have moved are kept; only what failed is copied again."""
     async with tiers() as (r, copies):
-        await store(r, copies, A)
-        short = start(r.lease(A[:13]))
-        await turns()
-        long = start(r.lease(A))
-        await turns()
+        short, long = await one_below_the_other(r, copies)
         upper, lower = copies.start(), copies.start()
         lower.finish()
         await turns()
@@ -209,11 +203,7 @@ async def test_a_predecessor_that_fails_is_planned_once_more() -> None:
 async def test_a_second_failure_makes_the_lease_shorter() -> None:
     """§9.2, §9.8: nothing is planned a third time, nothing is lost, `why` says it."""
     async with tiers() as (r, copies):
-        await store(r, copies, A)
-        short = start(r.lease(A[:13]))
-        await turns()
-        long = start(r.lease(A))
-        await turns()
+        short, long = await one_below_the_other(r, copies)
         copies.fails = lambda job: job.num_pages == 3 and job.direction.value == "load"
         await copies.all()
         lease = await soon(long)
@@ -513,11 +503,7 @@ async def test_a_reset_while_pages_are_being_loaded() -> None:
 async def test_a_reset_of_a_load_that_has_moved_and_waits() -> None:
     """What only waited for a predecessor is free at once."""
     async with tiers() as (r, copies):
-        await store(r, copies, A)
-        short = start(r.lease(A[:13]))
-        await turns()
-        long = start(r.lease(A))
-        await turns()
+        short, long = await one_below_the_other(r, copies)
         upper, lower = copies.start(), copies.start()
         lower.finish()
         await turns()

@@ -10,7 +10,6 @@ import pytest
 
 from tests.lease_helpers import Rig, seq, start, turns
 from tests.tier_helpers import demote, on_tier, store, tiers, transfers
-from tiered_cache.transfer import copier
 from tiered_cache.transfers import Transfer, Transfers
 from tiered_cache.types import Boundary, MatchPrefixParams, Tier
 
@@ -52,12 +51,6 @@ class Bench:
         assert pieces[0].ids is not None
         ids = self.r.cache._controller.accounts.take_of(0, len(pieces[0].ids))
         return self.transfers.load(end, start, 0, ids, pieces[0].ids, funder, **options)
-
-
-@pytest.fixture
-def one_page_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A transfer of n pages is n jobs."""
-    monkeypatch.setattr(copier, "JOB_BYTES", 1)
 
 
 async def test_a_load_holds_its_path_and_its_source() -> None:

@@ -7,24 +7,11 @@ import asyncio
 import pytest
 
 from tests.lease_helpers import P, Rig, rig, seq, start, turns
-from tests.tier_helpers import Copies, Log, demote, on_tier, store, tiers, transfers
-from tiered_cache import Lease
-from tiered_cache.transfer import copier
+from tests.tier_helpers import Copies, Log, demote, on_tier, soon, store, tiers, transfers
 from tiered_cache.write_policies import MAX_STORES, WriteThrough
 
 A, B, C = seq("A", 25), seq("B", 25), seq("C", 25)
 FORK = A[:12] + B[12:]
-
-
-@pytest.fixture
-def one_page_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A transfer of n pages is n jobs."""
-    monkeypatch.setattr(copier, "JOB_BYTES", 1)
-
-
-async def soon(work: asyncio.Task[Lease]) -> Lease:
-    async with asyncio.timeout(2.0):
-        return await work
 
 
 # --- when (§9.5) ----------------------------------------------------------------------------------

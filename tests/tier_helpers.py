@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Final
 
 from tests.lease_helpers import P, Rig, rig, turns
+from tiered_cache import Lease
 from tiered_cache.observe import Event, EventKind
 from tiered_cache.testing.gates import ManualExecutor, ManualJob
 from tiered_cache.transfer.copier import CopyJob, Direction
@@ -134,6 +135,12 @@ def on_tier(r: Rig, tokens: Sequence[int]) -> str:
             depth += P
         node = child
     return found
+
+
+async def soon(work: asyncio.Task[Lease]) -> Lease:
+    """A lease that nothing keeps from being granted any more."""
+    async with asyncio.timeout(2.0):
+        return await work
 
 
 async def until(is_true: Callable[[], bool]) -> None:

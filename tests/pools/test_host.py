@@ -6,8 +6,6 @@ import ctypes
 import errno
 import gc
 import mmap
-import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.gil import turns_of_others
 from tiered_cache.errors import ClosedError
 from tiered_cache.pools import host
 from tiered_cache.pools.host import HostArena
@@ -156,35 +155,10 @@ def test_no_memory_for_a_chunk_is_a_memory_error(monkeypatch: pytest.MonkeyPatch
 
 
 def test_touching_does_not_stop_python() -> None:
-    """It takes 100 ms and more: the GIL is given up, or the loop would stand still.
-
-    Threads that hold the GIL hand it over after the switch interval only. With one of an hour,
-    whatever is counted was counted while it had been given up.
-    """
+    """It takes 100 ms and more: the GIL is given up, or the loop would stand still."""
     arena = HostArena(LAYOUT, (64 << 20) // LAYOUT.stride)
     [chunk] = arena.chunks()
-    counted = 0
-    stop = threading.Event()
-
-    def count() -> None:
-        nonlocal counted
-        while not stop.is_set():
-            counted += 1
-            time.sleep(0)
-
-    interval = sys.getswitchinterval()
-    thread = threading.Thread(target=count)
-    thread.start()
-    try:
-        sys.setswitchinterval(3600)
-        before = counted
-        chunk.touch()
-        counted_meanwhile = counted - before
-    finally:
-        sys.setswitchinterval(interval)
-        stop.set()
-        thread.join()
-    assert counted_meanwhile > 100
+    assert turns_of_others(chunk.touch) > 100
 
 
 def test_a_closed_arena_gives_no_views_and_keeps_those_that_are_out() -> None:

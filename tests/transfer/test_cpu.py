@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -12,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.gil import turns_of_others
 from tests.transfer.world import (
     INDEXED,
     LOAD,
@@ -260,11 +259,7 @@ def test_a_job_says_when_its_bytes_are_there() -> None:
 
 @pytest.mark.parametrize("direction", Direction)
 def test_python_goes_on_while_bytes_move(direction: Direction) -> None:
-    """The GIL is given up: a thread that counts advances during copies of a job's size.
-
-    Threads that hold the GIL hand it over after the switch interval only. With one of an hour,
-    whatever is counted was counted while the copier had given it up.
-    """
+    """The GIL is given up: a thread that counts advances during copies of a job's size."""
     spec = PoolSpec("k", FULL, tuple(range(60)), (48, 64), "uint8", 2)  # 6 KiB slices
     num_pages = JOB_BYTES // spec.page_bytes
     world = World.of(CpuCopier, DevicePools((spec,), {FULL: num_pages}), num_rows=num_pages)
@@ -274,28 +269,12 @@ def test_python_goes_on_while_bytes_move(direction: Direction) -> None:
         np.random.default_rng(1).permutation(num_pages).astype(np.int32),
         np.random.default_rng(2).permutation(num_pages).astype(np.int32),
     )
-    turns: list[float] = []
-    stop = threading.Event()
 
-    def count() -> None:
-        while not stop.is_set():
-            turns.append(time.perf_counter())
-            time.sleep(0)
-
-    interval = sys.getswitchinterval()
-    thread = threading.Thread(target=count)
-    thread.start()
-    try:
-        sys.setswitchinterval(3600)
-        before = len(turns)
+    def copy() -> None:
         for _ in range(20):
             world.copier.copy(job)
-        counted = len(turns) - before
-    finally:
-        sys.setswitchinterval(interval)
-        stop.set()
-        thread.join()
-    assert counted > 20
+
+    assert turns_of_others(copy) > 20
 
 
 def test_an_arena_must_be_laid_out_for_the_pools() -> None:

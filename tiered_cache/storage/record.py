@@ -1,0 +1,166 @@
+"""How a row becomes an object that proves what it is: header, checksum, fingerprint.
+
+A storage object *is* a row (semantics §1.4, §10.2–3): the header stands in the row's header room,
+so nothing is moved or copied. Owns: the header's format, and the verdict on what was read. Refuses
+to know: where objects are kept, and what becomes of those that are wrong.
+
+Hashing is work for threads: 0.1 ms per MiB, without the GIL.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from typing import TYPE_CHECKING, Any, Final
+
+import xxhash
+
+from tiered_cache.storage.backend import SCOPE_BYTES, ObjectKey
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+FORMAT_VERSION: Final = 1
+"""Raised with every change of header or row. Part of the fingerprint, so an old object is a miss,
+and never misread."""
+
+MAGIC: Final = b"TCROW\r\n\x1a"
+"""The line end breaks when somebody transfers an object as text."""
+
+HEADER: Final = struct.Struct("<8sII16s32s32sQQH")
+"""Magic, version, where the payload begins, checksum, fingerprint, page key, where the payload
+ends, length of the row, length of the component's id (which follows)."""
+
+PAYLOAD_START: Final = 512
+CHECKED_FROM: Final = 32
+"""The checksum covers everything from here, behind itself, to the payload's end."""
+
+MAX_COMPONENT_BYTES: Final = 256
+PIECE_BYTES: Final = 256 << 10
+"""Checked in pieces that are still in the processor's cache (reference §2)."""
+
+
+def fingerprint(facts: Mapping[str, Any]) -> bytes:
+    """32 bytes that differ when any fact does. Facts are what JSON can say."""
+    text = json.dumps(facts, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).digest()
+
+
+class RecordFormat:
+    """Frames and checks the rows of one component.
+
+    Args:
+        component: its id.
+        identity: the fingerprint of everything that gives the bytes their meaning, with the
+            component.
+        row_bytes, payload_end: of a row, and where in it the last slice ends.
+    """
+
+    __slots__ = ("component", "identity", "payload_end", "row_bytes", "scope")
+
+    def __init__(self, component: str, identity: bytes, row_bytes: int, payload_end: int) -> None:
+        if not PAYLOAD_START <= payload_end <= row_bytes:
+            raise ValueError(f"a payload of [{PAYLOAD_START}:{payload_end}) in {row_bytes} bytes")
+        if len(component.encode()) > MAX_COMPONENT_BYTES:
+            raise ValueError(f"component id of more than {MAX_COMPONENT_BYTES} bytes")
+        self.component = component
+        self.identity = identity
+        self.row_bytes = row_bytes
+        self.payload_end = payload_end
+        self.scope = identity[:SCOPE_BYTES]
+
+    def object_key(self, page_key: bytes) -> ObjectKey:
+        return ObjectKey(self.scope + page_key)
+
+    def seal(self, row: memoryview, page_key: bytes) -> None:
+        """Write the header into a row: from now on it is an object."""
+        row[:PAYLOAD_START] = bytes(PAYLOAD_START)
+        self._write(row, page_key, bytes(16))
+        self._write(row, page_key, xxhash.xxh3_128_digest(row[CHECKED_FROM : self.payload_end]))
+
+    def _write(self, row: memoryview, page_key: bytes, checksum: bytes) -> None:
+        name = self.component.encode()
+        HEADER.pack_into(
+            row,
+            0,
+            MAGIC,
+            FORMAT_VERSION,
+            PAYLOAD_START,
+            checksum,
+            self.identity,
+            page_key,
+            self.payload_end,
+            self.row_bytes,
+            len(name),
+        )
+        row[HEADER.size : HEADER.size + len(name)] = name
+
+    def check(self, row: memoryview, page_key: bytes) -> str | None:
+        """What is wrong with a row that was read, in words; None when it is what it says it is."""
+        return Arrival(self, row, page_key).verdict()
+
+
+class Arrival:
+    """A row that is being read: checked piece by piece as its bytes come, by one thread at a
+    time."""
+
+    __slots__ = ("_format", "_hash", "_page_key", "_row", "_upto")
+
+    def __init__(self, record: RecordFormat, row: memoryview, page_key: bytes) -> None:
+        self._format = record
+        self._row = row
+        self._page_key = page_key
+        self._hash = xxhash.xxh3_128()
+        self._upto = CHECKED_FROM
+
+    def arrived(self, stop: int) -> None:
+        """Bytes `[0, stop)` are there."""
+        stop = min(stop, self._format.payload_end)
+        while self._upto < stop:
+            upto = min(stop, self._upto + PIECE_BYTES)
+            self._hash.update(self._row[self._upto : upto])
+            self._upto = upto
+
+    def verdict(self) -> str | None:
+        """All bytes are there: what is wrong with them, or None."""
+        self.arrived(self._format.payload_end)
+        record = self._format
+        magic, version, start, checksum, identity, page_key, end, length, name_bytes = (
+            HEADER.unpack_from(self._row)
+        )
+        if magic != MAGIC:
+            return "is not a row"
+        if version != FORMAT_VERSION:
+            return f"is of format {version}, not {FORMAT_VERSION}"
+        if checksum != self._hash.digest():
+            return "does not match its checksum"
+        if identity != record.identity:
+            return "is of another model or layout"
+        if page_key != self._page_key:
+            return "is another page"
+        name = bytes(self._row[HEADER.size : HEADER.size + name_bytes])
+        if name != record.component.encode():
+            return "is of another component"
+        if (start, end, length) != (PAYLOAD_START, record.payload_end, record.row_bytes):
+            return "is of another length"
+        return None
+
+
+class Arrivals:
+    """The rows of one read, in the order of their keys."""
+
+    __slots__ = ("_rows",)
+
+    def __init__(
+        self, record: RecordFormat, rows: Sequence[memoryview], page_keys: Sequence[bytes]
+    ) -> None:
+        self._rows = [Arrival(record, *of) for of in zip(rows, page_keys, strict=True)]
+
+    def arrived(self, index: int, stop: int) -> None:
+        """As a backend tells it (`StorageBackend.read`)."""
+        self._rows[index].arrived(stop)
+
+    def verdicts(self, indexes: Sequence[int]) -> list[str | None]:
+        """What is wrong with these rows, all of which have arrived; for a thread."""
+        return [self._rows[index].verdict() for index in indexes]

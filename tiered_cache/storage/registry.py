@@ -1,0 +1,47 @@
+"""Which backends there are: what is installed says so, through an entry point.
+
+A package with
+
+    [project.entry-points."tiered_cache.backends"]
+    s3 = "tiered_cache_s3:S3Backend"
+
+can be named in `storage.backend`. Owns: finding and loading. Refuses to know: any backend.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Final
+
+from tiered_cache.errors import BackendError
+from tiered_cache.storage.backend import StorageBackend
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+GROUP: Final = "tiered_cache.backends"
+
+
+def backend_names() -> list[str]:
+    """Names that `storage.backend` may take here. Loads nothing."""
+    return sorted({point.name for point in entry_points(group=GROUP)})
+
+
+def load_backend(name: str) -> type[StorageBackend]:
+    """The class behind a name.
+
+    Raises:
+        LookupError: no such backend is installed.
+        BackendError: it is, but cannot be imported (what it needs is missing), or is not one.
+    """
+    found: list[EntryPoint] = list(entry_points(group=GROUP, name=name))
+    if not found:
+        raise LookupError(name)
+    point = found[0]
+    try:
+        backend = point.load()
+    except ImportError as error:  # also a shared library that is missing
+        raise BackendError(f"backend {name!r} cannot be imported: {error}") from error
+    if not (isinstance(backend, type) and issubclass(backend, StorageBackend)):
+        raise BackendError(f"backend {name!r} is {point.value}, which is not a StorageBackend")
+    return backend

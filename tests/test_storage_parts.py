@@ -114,7 +114,19 @@ POOL = {"name": "draft", "num_layers": 1, "row_shape": [8], "dtype": "int8"}
         {"model": {**MODEL, "extra_pools": [POOL]}},
         {"page_size": 8},
     ],
-    ids="float16 id revision layers heads wide v_head_dim fp8 latent extra_pool page_size".split(),
+    ids=[
+        "float16",
+        "id",
+        "revision",
+        "layers",
+        "heads",
+        "wide",
+        "v_head_dim",
+        "fp8",
+        "latent",
+        "extra_pool",
+        "page_size",
+    ],
 )
 def test_another_model_or_layout_is_another_identity(sections: dict[str, Any]) -> None:
     """B84: also where the bytes are as many, such as bfloat16 and float16."""

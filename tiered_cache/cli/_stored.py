@@ -49,7 +49,6 @@ class Plan:
     """What is to be opened: the parts, and this configuration's scopes by their bytes."""
 
     config: Config
-    sizing: Sizing
     parts: StorageParts
     scopes: dict[bytes, Scope]
 
@@ -59,24 +58,27 @@ def plan_storage(path: Path, world_size: int) -> Plan:
     ConfigError: the configuration cannot be used, or has no storage.
     """
     config = load_config(path)
-    sizing = size_stack(config)
-    by_rank = [
-        storage_parts(config, sizing, rank=rank, world_size=world_size)
-        for rank in range(world_size)
-    ]
+    plan = plan_of(config, size_stack(config), world_size)
+    if plan is None:
+        hint = "write one, or name another file: this one has no third tier"
+        raise ConfigError([config.problem("storage", "there is no such section", hint)])
+    return plan
+
+
+def plan_of(config: Config, sizing: Sizing, world_size: int = 1) -> Plan | None:
+    """None: the configuration has no storage.
+
+    Raises:
+        ConfigError: the backend is not there, or refuses its options.
+    """
     scopes: dict[bytes, Scope] = {}
-    for rank, parts in enumerate(by_rank):
+    parts: StorageParts | None = None
+    for rank in range(world_size):
+        parts = storage_parts(config, sizing, rank=rank, world_size=world_size)
         for record in parts.formats if parts is not None else ():
             is_shared = record.scope in scopes or world_size == 1
             scopes[record.scope] = Scope(record, None if is_shared else rank)
-    if by_rank[0] is None:
-        problem = config.problem(
-            "storage",
-            "there is no such section",
-            "write one, or name another file: this one has no third tier",
-        )
-        raise ConfigError([problem])
-    return Plan(config, sizing, by_rank[0], scopes)
+    return None if parts is None else Plan(config, parts, scopes)
 
 
 class Threads:

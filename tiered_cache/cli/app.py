@@ -17,6 +17,7 @@ from rich.text import Text
 from tiered_cache.cli import storage
 from tiered_cache.cli.check import check_config
 from tiered_cache.cli.demo import demo
+from tiered_cache.cli.doctor import doctor
 from tiered_cache.cli.plan import show_plan
 from tiered_cache.errors import BackendError, ConfigError
 
@@ -48,6 +49,7 @@ def plan(config: ConfigPath) -> None:
     show_plan(config, Console())
 
 
+app.command()(doctor)
 app.command()(demo)
 app.add_typer(storage.app, name="storage")
 

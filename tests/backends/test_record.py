@@ -27,8 +27,8 @@ GOLDEN: Final = bytes.fromhex((Path(__file__).parent / "golden" / "row-v1.hex").
 """An object of version 1, written by hand. It never changes: what it says, users have on disk."""
 
 GOLDEN_FINGERPRINT: Final = "42256b149ef6e683a49116ceeeee9bc9d38bc6905700910f929d57dd7a3e5cd5"
-"""SHA-256 of `{"byte_order":"little","format_version":1,"layers":[0,1],"model":"m","page_size":16}`,
-by hand."""
+"""By hand: SHA-256 of
+{"byte_order":"little","format_version":1,"layers":[0,1],"model":"m","page_size":16}"""
 
 IDENTITY, PAGE_KEY = bytes(range(0x40, 0x60)), bytes(range(0xA0, 0xC0))
 ROW_BYTES, PAYLOAD_END = 768, 640

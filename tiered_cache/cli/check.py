@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from tiered_cache.build import Sizing, size_stack
+from tiered_cache.build import Sizing, size_stack, storage_parts
 from tiered_cache.config import Config, load_config
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from tiered_cache.config import HostConfig
+    from tiered_cache.config import HostConfig, StorageConfig
 
 
 def check_config(path: Path, console: Console) -> None:
@@ -24,6 +24,7 @@ def check_config(path: Path, console: Console) -> None:
     """
     config = load_config(path)
     sizing = size_stack(config)
+    storage_parts(config, sizing)  # for what a backend says of its options
     for text in warnings(config, sizing):
         console.print(f"warning: {text}", markup=False, highlight=False, soft_wrap=True)
     console.print(f"{path}: fine", markup=False, highlight=False, soft_wrap=True)
@@ -38,6 +39,8 @@ def warnings(config: Config, sizing: Sizing) -> Iterator[str]:
     yield from _unused_tokens("device", config.device.tokens, config.page_size)
     if config.host is not None:
         yield from _host_warnings(config.host, sizing)
+    if config.storage is not None:
+        yield from _storage_warnings(config.storage, sizing)
     if config.mode == "off":
         yield "mode is off: nothing is reused"
     if config.check:
@@ -71,6 +74,28 @@ def _host_warnings(host: HostConfig, sizing: Sizing) -> Iterator[str]:
                 f"{waste:.0%} of the host tier would hold no state but the header room and padding "
                 "of its rows: a larger page_size wastes less"
             )
+
+
+def _storage_warnings(storage: StorageConfig, sizing: Sizing) -> Iterator[str]:
+    host_pages = min((sizing.host_pages or {}).values(), default=0)
+    most = max(1, host_pages // 2) * sizing.page_size
+    threshold = storage.prefetch.threshold
+    if threshold > most:
+        yield (
+            f"storage.prefetch.threshold is {threshold:,}, but prefetches may take half of the "
+            f"host tier ({most:,} tokens): nothing would be read"
+        )
+    row = max(sizing.row_layout(part.id).stride for part in sizing.stack.components)
+    if storage.backup.max_pending < row:
+        yield (
+            f"storage.backup.max_pending is {storage.backup.max_pending:,}, less than a row "
+            f"({row:,} bytes): rows are written one by one"
+        )
+    if storage.breaker.slow >= storage.timeout:
+        yield (
+            f"storage.breaker.slow is {storage.breaker.slow:g}, not less than storage.timeout "
+            f"({storage.timeout:g}): a call that takes so long has failed"
+        )
 
 
 HIGH_WASTE: Final = 0.25

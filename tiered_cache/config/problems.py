@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from tiered_cache.config.marks import KeyPath, Marks, dotted
 from tiered_cache.config.schema import (
+    MAX_BYTES,
     MAX_BYTES_TEXT,
     SIZE_HINT,
     BackupConfig,
@@ -52,6 +53,11 @@ OPTIONS: Final = ("storage", "options")
 """The section whose keys are a backend's."""
 
 
+def by_place(problem: ConfigProblem) -> tuple[int, int]:
+    """Sorts problems as they are read: the environment's first, then down the file."""
+    return problem.line or 0, problem.column or 0
+
+
 def problems_of(error: ValidationError, marks: Marks, inside: KeyPath = ()) -> list[ConfigProblem]:
     """All that pydantic found in a section, each at its place."""
     found = error.errors(include_url=False)
@@ -79,7 +85,7 @@ def option_problems(
                 suggestion = suggestion and suggestion.replace(secret, "…")
             problem = replace(problem, message=message, suggestion=suggestion)
         problems.setdefault(problem.key, problem)
-    return list(problems.values())
+    return sorted(problems.values(), key=by_place)
 
 
 def _written(loc: KeyPath, options: Any, *, and_one_more: bool) -> KeyPath:
@@ -138,7 +144,7 @@ def _problem(
         case "greater_than_equal" | "greater_than":
             least = context["ge"] if "ge" in context else context["gt"] + 1
             message = f"must be {_number(least)} or more"
-        case "less_than_equal" | "less_than" if name in SIZES:
+        case "less_than_equal" if context["le"] == MAX_BYTES:
             message = f"must be {MAX_BYTES_TEXT} or less"
         case "less_than_equal" | "less_than":
             most = context["le"] if "le" in context else context["lt"] - 1

@@ -369,7 +369,7 @@ class BreakerConfig(Section):
     """Seconds before it is tried again; doubled at every try that fails."""
     max_retry_after: PositiveSeconds = 30.0
     slow: PositiveSeconds = 1.0
-    """Seconds after which a batch that did come counts as a failure all the same."""
+    """Seconds. A backend whose calls take longer on average is reported as degraded."""
 
     @classmethod
     def cross_check(cls, given: Mapping[str, Any]) -> Iterator[CrossProblem]:
@@ -472,6 +472,11 @@ class Config(Section):
                         "is required beside storage",
                         f"without it a fine-tune would read its parent's state: write {example}",
                     )
+
+    @property
+    def marks(self) -> Marks:
+        """Where each setting was written."""
+        return self._marks
 
     def problem(self, key: str, message: str, suggestion: str | None = None) -> ConfigProblem:
         """A problem with the setting `key` ("device.size"), at the place where it was written."""

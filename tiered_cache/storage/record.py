@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-import sys
 from typing import TYPE_CHECKING, Any, Final
 
 import xxhash
@@ -23,8 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 FORMAT_VERSION: Final = 1
-"""Raised with every change of header or row. Part of every fingerprint, and so of every object's
-name: what an older version has kept is a miss, and never misread. See docs/page-format.md."""
+"""Raised with every change of header or row. Part of the fingerprint, and so of every object's name:
+what an older version has kept is a miss, and never misread. See docs/page-format.md."""
 
 MAGIC: Final = b"TCROW\r\n\x1a"
 """The line end breaks when somebody transfers an object as text."""
@@ -47,13 +46,8 @@ PIECE_BYTES: Final = 256 << 10
 
 
 def fingerprint(facts: Mapping[str, Any]) -> bytes:
-    """32 bytes that differ when any fact does. Facts are what JSON can say.
-
-    The version of the format and the byte order of this machine, which payloads are in, are facts
-    of all.
-    """
-    common = {"format_version": FORMAT_VERSION, "byte_order": sys.byteorder}
-    text = json.dumps({**facts, **common}, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    """32 bytes that differ when any fact does. Facts are what JSON can say."""
+    text = json.dumps(facts, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).digest()
 
 

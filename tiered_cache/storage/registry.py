@@ -45,3 +45,13 @@ def load_backend(name: str) -> type[StorageBackend]:
     if not (isinstance(backend, type) and issubclass(backend, StorageBackend)):
         raise BackendError(f"backend {name!r} is {point.value}, which is not a StorageBackend")
     return backend
+
+
+def install_hint(name: str) -> str:
+    """What to do when a backend that is installed cannot be imported."""
+    dist = next(iter(entry_points(group=GROUP, name=name))).dist
+    if dist is None:
+        return "install what it needs"
+    if name in (dist.metadata.get_all("Provides-Extra") or ()):
+        return f"python -m pip install '{dist.name}[{name}]'"
+    return f"install what {dist.name} needs"

@@ -74,19 +74,23 @@ class NamedBackend(pytest.Module):
 
 def _suite(config: pytest.Config) -> type:
     named = config.getoption("tiered_backend")
-    options = config.getoption("tiered_backend_options")
+    text = config.getoption("tiered_backend_options")
     claims = [claim for claim in config.getoption("tiered_backend_claims").split(",") if claim]
     if unknown := [claim for claim in claims if claim not in CLAIMS]:
-        raise pytest.UsageError(
+        raise pytest.Collector.CollectError(
             f"--tiered-backend-claims: {', '.join(unknown)}; there are {', '.join(CLAIMS)}"
         )
     suite: Any = importlib.import_module(SUITE)
     backend = _load(named)
 
-    def options_of(self: Any) -> Any:
-        return backend.Options.model_validate_json(options.replace("{tmp}", str(self.tmp_path)))
+    def options(self: Any) -> Any:
+        return backend.Options.model_validate_json(text.replace("{tmp}", str(self.tmp_path)))
 
-    body = {"backend_class": backend, "options": options_of, "__module__": "named_backend"}
+    try:
+        options(types.SimpleNamespace(tmp_path=""))
+    except ValueError as error:
+        raise pytest.Collector.CollectError(f"--tiered-backend-options: {error}") from None
+    body = {"backend_class": backend, "options": options, "__module__": "named_backend"}
     return type("TestBackend", (suite.BackendTests,), {**body, **dict.fromkeys(claims, True)})
 
 
@@ -97,9 +101,9 @@ def _load(named: str) -> Any:
     try:
         backend = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise pytest.UsageError(f"--tiered-backend {named}: {error}") from error
+        raise pytest.Collector.CollectError(f"--tiered-backend: {error}") from None
     if not (isinstance(backend, type) and issubclass(backend, StorageBackend)):
-        raise pytest.UsageError(f"--tiered-backend {named}: this is not a StorageBackend")
+        raise pytest.Collector.CollectError(f"--tiered-backend: {named} is no StorageBackend")
     return backend
 
 

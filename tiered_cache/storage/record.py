@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 FORMAT_VERSION: Final = 1
-"""Raised with every change of header or row. Part of the fingerprint, and so of every object's name:
+"""Raised with every change of header or row. Part of the fingerprint, and so of an object's name:
 what an older version has kept is a miss, and never misread. See docs/page-format.md."""
 
 MAGIC: Final = b"TCROW\r\n\x1a"

@@ -191,9 +191,7 @@ class Backups:
             for first in range(0, count, HASH_PAGES):
                 last = min(count, first + HASH_PAGES)
                 some = units[first * self._page_size : last * self._page_size + overlap]
-                keys += hash_pages(
-                    some, self._page_size, previous, is_bigram=unhashed.is_bigram
-                )
+                keys += hash_pages(some, self._page_size, previous, is_bigram=unhashed.is_bigram)
                 previous = keys[-1]
                 await asyncio.sleep(0)
             tree.remember_page_keys(end, unhashed.start, keys)

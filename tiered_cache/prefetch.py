@@ -373,7 +373,7 @@ class Prefetches:
     async def _bring_some(self, prefetch: Prefetch, keys: Sequence[bytes]) -> bool:
         """The next pages that are missing: read them, or wait for who is reading them. Whether
         there may be more."""
-        size, had = self._page_size, prefetch.reached
+        size = self._page_size
         hit = self._hold(prefetch)
         if hit >= prefetch.found:
             return False
@@ -448,9 +448,7 @@ class Prefetches:
         unused = ids[:count]
         if count:
             keys = prefetch.key.page_keys(self._page_size, start // self._page_size + count)
-            boundary, unused = self._tree.insert_host(
-                prefetch.key, start, BASE, ids[:count], keys
-            )
+            boundary, unused = self._tree.insert_host(prefetch.key, start, BASE, ids[:count], keys)
             self._counters.pages_prefetched += count - len(unused)
             if boundary is not None and prefetch in self._active and not prefetch.is_stopped:
                 self._hold(prefetch)
@@ -481,9 +479,7 @@ class Prefetches:
         prefetch.why = prefetch.why or (
             f"storage has {len(wrong)} pages missing or wrong that it said to have"
         )
-        forgotten = self._tree.forget_stored(
-            prefetch.key, start + call.num_good * self._page_size
-        )
+        forgotten = self._tree.forget_stored(prefetch.key, start + call.num_good * self._page_size)
         self._host.give_back(forgotten.host)
 
     # --- results ----------------------------------------------------------------------------------

@@ -22,10 +22,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator, Sequence
 
     from tiered_cache.pools.host import HostArena
+    from tiered_cache.stats import StorageCounters
     from tiered_cache.storage.backend import StorageBackend
     from tiered_cache.storage.health import Breaker
     from tiered_cache.storage.record import RecordFormat
-    from tiered_cache.storage.wrappers import Limited, StorageCounters
+    from tiered_cache.storage.wrappers import Limited
     from tiered_cache.types import PageIds
 
 T = TypeVar("T")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tiered_cache.errors import BackendError
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Sequence
     from typing import Self
 
+    from tiered_cache.stats import StorageCounters
     from tiered_cache.storage.backend import BackendStats, ObjectInfo
     from tiered_cache.storage.health import Breaker
 
@@ -142,9 +142,15 @@ class Guarded(Wrapper):
     reason that holds no secret. A call that took longer than `limit_s` was none that went well."""
 
     def __init__(
-        self, inner: StorageBackend, reads: Breaker, writes: Breaker, clock: Callable[[], float]
+        self,
+        inner: StorageBackend,
+        reads: Breaker,
+        writes: Breaker,
+        clock: Callable[[], float],
+        limit_s: float,
     ) -> None:
         super().__init__(inner)
+        self._limit_s = limit_s
         self._reads = reads
         self._writes = writes
         self._clock = clock
@@ -221,28 +227,6 @@ def _one_each(answers: list[Any], keys: Sequence[ObjectKey]) -> list[Any]:
     if len(answers) != len(keys):
         raise BackendError(f"the backend gave {len(answers)} answers to {len(keys)} keys")
     return answers
-
-
-@dataclass(slots=True)
-class StorageCounters:
-    """What has crossed the border since the cache was opened: objects that were there or not, and
-    bytes that were really moved."""
-
-    objects_probed: int = 0
-    objects_found: int = 0
-    objects_read: int = 0
-    bytes_read: int = 0
-    objects_missing: int = 0
-    objects_corrupt: int = 0
-    objects_unreadable: int = 0
-    objects_written: int = 0
-    bytes_written: int = 0
-    objects_existing: int = 0
-    objects_refused: int = 0
-    objects_unwritable: int = 0
-    objects_deleted: int = 0
-    calls_failed: int = 0
-    calls_timed_out: int = 0
 
 
 class Counted(Wrapper):

@@ -52,6 +52,11 @@ OPTIONS: Final = ("storage", "options")
 """The section whose keys are a backend's."""
 
 
+def by_place(problem: ConfigProblem) -> tuple[int, int]:
+    """Sorts problems as they are read: the environment's first, then down the file."""
+    return problem.line or 0, problem.column or 0
+
+
 def problems_of(error: ValidationError, marks: Marks, inside: KeyPath = ()) -> list[ConfigProblem]:
     """All that pydantic found in a section, each at its place."""
     found = error.errors(include_url=False)
@@ -79,7 +84,7 @@ def option_problems(
                 suggestion = suggestion and suggestion.replace(secret, "…")
             problem = replace(problem, message=message, suggestion=suggestion)
         problems.setdefault(problem.key, problem)
-    return list(problems.values())
+    return sorted(problems.values(), key=by_place)
 
 
 def _written(loc: KeyPath, options: Any, *, and_one_more: bool) -> KeyPath:

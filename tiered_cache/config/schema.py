@@ -473,6 +473,11 @@ class Config(Section):
                         f"without it a fine-tune would read its parent's state: write {example}",
                     )
 
+    @property
+    def marks(self) -> Marks:
+        """Where each setting was written."""
+        return self._marks
+
     def problem(self, key: str, message: str, suggestion: str | None = None) -> ConfigProblem:
         """A problem with the setting `key` ("device.size"), at the place where it was written."""
         mark = self._marks.nearest(parse_path(key))

@@ -107,7 +107,9 @@ class Rig:
 @contextlib.asynccontextmanager
 async def rig(pages: int = 16, *, options: Any = None, **sections: Any) -> AsyncIterator[Rig]:
     """A cache that is checked when it is left, whatever the test did to it."""
-    async with UnifiedRadixCache.open(settings(pages, **sections), **(options or {})) as cache:
+    # With a storage section it looks for what is installed, on disk.
+    config = await asyncio.to_thread(settings, pages, **sections)
+    async with UnifiedRadixCache.open(config, **(options or {})) as cache:
         made = Rig(cache)
         try:
             yield made

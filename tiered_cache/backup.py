@@ -45,6 +45,7 @@ class Backups:
 
     Args:
         max_pending: pages that wait; more are skipped and counted, and tried again when next used.
+        writes: False: another rank does; here it is only found out what it has written.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Backups:
         io: StorageIO,
         counters: Counters,
         max_pending: int,
+        writes: bool,
         spawn: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]],
         changed: Callable[[], None],
     ) -> None:
@@ -63,6 +65,7 @@ class Backups:
         self._io = io
         self._counters = counters
         self._max_pending = max_pending
+        self._writes = writes
         self._spawn = spawn
         self._changed = changed
         self._queue: deque[Boundary] = deque()
@@ -144,10 +147,10 @@ class Backups:
         try:
             keys = await self._page_keys(end, start)
             missing = await self._missing(keys)
-            if missing is None:
+            if missing and not self._writes:
                 return False
             self._check(receipt)
-            if len(missing):
+            if missing:
                 ids = self._rows(end, start)[missing]
                 call = self._write(receipt, start, [keys[at] for at in missing], ids)
         finally:
@@ -197,11 +200,12 @@ class Backups:
             tree.remember_page_keys(end, unhashed.start, keys)
         return tree.keys_of(end, start)
 
-    async def _missing(self, keys: Sequence[bytes]) -> list[int] | None:
-        """Which of these pages storage lacks; None when what it has wrong could not be deleted."""
+    async def _missing(self, keys: Sequence[bytes]) -> list[int]:
+        """Which of these pages storage lacks; what it has wrong is deleted first, for some keep
+        what they have."""
         there = await self._io.contains(BASE, keys)
         wrong = [key for key in keys if self._io.is_suspect(key)]
-        if wrong:
+        if wrong and self._writes:
             await self._io.delete(BASE, wrong)
         return [
             at
@@ -259,10 +263,7 @@ class Backups:
 
     def _believe(self, node: Node, start: int) -> None:
         """Storage has the pages from `start` to the end of `node`; what hangs below can follow."""
-        current: Node | None = node
-        while current is not None and current.parent is not None and current.start >= start:
-            self._tree.believe_stored(current, BASE, True)
-            current = current.parent
+        self._tree.believe_span_stored(node, start, BASE)
         for child in node.children.values():
             data = child.data[BASE]
             if data.host_value is not None and not data.stored:

@@ -220,19 +220,15 @@ class Prefetches:
 
     # --- what a handle does -----------------------------------------------------------------------
 
-    def missing(self, key: RadixKey, limit: int | None) -> int:
-        """Tokens that a prefetch would look for; 0 when they are too few to be worth it."""
-        length = len(key) if limit is None else min(limit, len(key))
-        length -= length % self._page_size
-        match = self._tree.match_prefix(MatchPrefixParams(key, length))
-        return self._worth(length - match.best_length)
+    def is_worth(self, num_tokens: int) -> bool:
+        """Whether it is worth asking storage for so many tokens."""
+        return num_tokens >= max(self._settings.threshold, self._page_size)
 
-    def _worth(self, num_tokens: int) -> int:
-        least = max(self._settings.threshold, self._page_size)
-        return num_tokens if num_tokens >= least else 0
-
-    def start(self, key: RadixKey, limit: int | None = None, *, detach: bool = False) -> Prefetch:
-        """Bring what storage has of `key[:limit]`. With `detach` nobody waits for it."""
+    def start(
+        self, key: RadixKey, limit: int | None = None, *, detach: bool = False
+    ) -> PrefetchHandle:
+        """Bring what storage has of `key[:limit]`. With `detach` nobody waits for it, and the
+        handle is closed."""
         length = len(key) if limit is None else min(limit, len(key))
         prefetch = Prefetch(
             key, length - length % self._page_size, self._loop.time(), detached=detach
@@ -246,7 +242,7 @@ class Prefetches:
             prefetch.timer = self._loop.call_later(limit_s, self._too_late, prefetch)
         prefetch.task = self._hooks.spawn(self._run(prefetch, self._num_asked), "prefetch")
         prefetch.task.add_done_callback(partial(self._ended, prefetch))
-        return prefetch
+        return PrefetchHandle(self, None if detach else prefetch)
 
     def _limit_s(self, num_tokens: int) -> float:
         settings = self._settings
@@ -328,14 +324,14 @@ class Prefetches:
     async def _find(self, prefetch: Prefetch) -> Sequence[bytes]:
         """See how far storage has it: `prefetch.found`; its page keys."""
         hit = self._hold(prefetch)
-        if not self._worth(prefetch.length - hit):
+        if not self.is_worth(prefetch.length - hit):
             prefetch.end("less than the threshold is missing")
             return ()
         keys = await self._hash(prefetch)
         found = await self._probe(prefetch, hit, keys)
         if found <= hit:
             prefetch.end("storage has no more of it")
-        elif not self._worth(found - hit):
+        elif not self.is_worth(found - hit):
             prefetch.end("storage has less than the threshold more")
         else:
             prefetch.found = found
@@ -450,6 +446,8 @@ class Prefetches:
             keys = prefetch.key.page_keys(self._page_size, start // self._page_size + count)
             boundary, unused = self._tree.insert_host(prefetch.key, start, BASE, ids[:count], keys)
             self._counters.pages_prefetched += count - len(unused)
+            if boundary is not None:
+                self._tree.believe_span_stored(boundary.node, start, BASE)
             if boundary is not None and prefetch in self._active and not prefetch.is_stopped:
                 self._hold(prefetch)
         self._host.give_back(self._by_component(ids[count:]))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -52,16 +52,26 @@ SWEEP_NODES: Final = 1000
 class StorageParts:
     """What a third tier is made of.
 
-    `formats`: per component in dense order. `settings`: the `storage` section.
+    `formats`: how the rows of each component prove what they are, in dense order. `writes`: per
+    component, whether this rank writes it. `settings`: the `storage` section. `given`: a backend
+    that is open already, and stays open.
     """
 
     backend: type[StorageBackend]
-    options: BackendOptions
+    options: BackendOptions = field(repr=False)  # an address may hold a password
     formats: tuple[RecordFormat, ...]
+    writes: tuple[bool, ...]
     settings: StorageConfig
+    given: StorageBackend | None = None
 
     async def connect(self, context: BackendContext) -> StorageBackend:
+        if self.given is not None:
+            return self.given
         return await self.backend.open(self.options, context)
+
+    async def close(self, backend: StorageBackend) -> None:
+        if self.given is None:
+            await backend.aclose()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +136,7 @@ class StorageTier:
             self.io,
             around.counters,
             max(1, settings.backup.max_pending // parts.formats[BASE].row_bytes),
+            parts.writes[BASE],
             around.spawn,
             around.changed,
         )
@@ -166,7 +177,7 @@ class StorageTier:
             self._connection.reason = f"the backend raised {type(error).__name__}"
             raise BackendError(self._connection.reason) from error
         if self._is_closed:
-            await backend.aclose()
+            await self.parts.close(backend)
             return
         self._connection.backend = backend
 
@@ -272,7 +283,7 @@ class StorageTier:
                 self._connection.reason = "detached"
                 if backend is not None:
                     try:
-                        await backend.aclose()
+                        await self.parts.close(backend)
                     except Exception:
                         log.exception("the storage backend did not close well")
 

@@ -785,8 +785,21 @@ class RadixTree:
 
     def believe_stored(self, node: Node, component: int, is_stored: bool) -> None:
         """Note whether storage has a component's pages of a node (8.4)."""
-        node.data[component].stored = is_stored
-        self.leaves.refresh(node)
+        data = node.data[component]
+        if data.stored is not is_stored:
+            data.stored = is_stored
+            self.leaves.refresh(node)
+            if self.observers.listening:
+                kind = EventKind.STORED if is_stored else EventKind.REMOVED
+                self.components[component].tell(kind, Tier.STORAGE, node)
+
+    def believe_span_stored(self, node: Node, start: int, component: int) -> None:
+        """Storage has a component's pages from `start`, where a node begins, to the end of
+        `node`."""
+        current: Node | None = node
+        while current is not None and current.parent is not None and current.start >= start:
+            self.believe_stored(current, component, True)
+            current = current.parent
 
     def forget_stored(self, key: RadixKey, depth: int) -> EvictResult:
         """Storage lacks what it was believed to have of `key` from `depth` on (8.4).

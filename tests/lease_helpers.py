@@ -38,6 +38,7 @@ class Rig:
 
     def __init__(self, cache: UnifiedRadixCache) -> None:
         self.cache = cache
+        self.config: Any = None
         self.oracle = ByteOracle(cache)
         self.model = OracleModel(self.oracle)
         self.exit_actions: list[Callable[[], object]] = []
@@ -111,6 +112,7 @@ async def rig(pages: int = 16, *, options: Any = None, **sections: Any) -> Async
     config = await asyncio.to_thread(settings, pages, **sections)
     async with UnifiedRadixCache.open(config, **(options or {})) as cache:
         made = Rig(cache)
+        made.config = config
         try:
             yield made
         finally:

@@ -37,6 +37,11 @@ class Store(FaultyBackend):
         """Page keys of all whole pages of a prompt."""
         return RadixKey(tokens, **namespace).page_keys(P)
 
+    def key_of(self, tokens: Any, page: int) -> ObjectKey:
+        """The object of one page, which is kept."""
+        wanted = self.pages_of(tokens)[page]
+        return next(key for key in self.rows if key[SCOPE_BYTES:] == wanted)
+
     def has(self, tokens: Any, **namespace: Any) -> str:
         """Which whole pages of a prompt are kept: S or -, root first."""
         there = {key[SCOPE_BYTES:] for key in self.rows}

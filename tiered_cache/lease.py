@@ -188,11 +188,14 @@ class Lease:
         self._controller.check()
 
     def end_prefetch(self) -> None:
-        """What it brought is taken, or not needed."""
+        """What it brought is taken, or not needed; and so is what others have brought for it."""
         if self._prefetch is not None:
             self._not_fetched = self._prefetch.why
             self._prefetch.close()
             self._prefetch = None
+        storage = self._controller.storage
+        if storage is not None and self.receipt is not None and not self.is_stale:
+            storage.prefetches.note_granted(self.receipt)
 
     def admit_now(self, limit: int) -> bool:
         """If there is a place and nobody ahead, hold what the device has of the first `limit`

@@ -289,6 +289,12 @@ class StorageTier:
 
     # --- looking ----------------------------------------------------------------------------------
 
+    @property
+    def _reason(self) -> str:
+        if self._connection.backend is None:
+            return self._connection.reason
+        return self.reads.reason or self.writes.reason
+
     def stats(self) -> StorageStats:
         """A frozen snapshot."""
         backend = self._connection.backend
@@ -297,7 +303,7 @@ class StorageTier:
             is_connected=backend is not None,
             reads=self.reads.state.value,
             writes=self.writes.state.value,
-            reason=self.reads.reason or self.writes.reason or self._connection.reason,
+            reason=self._reason,
             read_latency_s=self.reads.latency_s,
             write_latency_s=self.writes.latency_s,
             calls_queued=self.reads.queued,

@@ -154,7 +154,8 @@ class WriteThrough:
         node = boundary.node
         while node.parent is not None and node.parent.end >= boundary.depth:
             node = node.parent  # cut since
-        if node.data[BASE].host_value is None and node.parent is not None:
+        data = node.data[BASE]
+        if data.host_value is None and not data.stored and node.parent is not None:
             if len(self._queue) >= MAX_QUEUED:
                 self._parts.counters.stores_skipped += 1
                 return
@@ -253,7 +254,10 @@ class WriteThrough:
             node = node.parent
         if node.parent is None:
             return None
-        pieces = tree.plan_transfer(Boundary(node, node.end), BASE, Tier.HOST)
+        # A host that is smaller than the device would else copy in circles: what storage has makes
+        # room for what it has not (semantics §8.3–4).
+        end = Boundary(node, node.end)
+        pieces = tree.plan_transfer(end, BASE, Tier.HOST, unless_stored=True)
         return pieces[0] if pieces else None
 
 

@@ -747,16 +747,24 @@ class RadixTree:
     # --- transfers --------------------------------------------------------------------------------
 
     def plan_transfer(
-        self, boundary: Boundary, component: int, target: Tier, start: int = 0
+        self,
+        boundary: Boundary,
+        component: int,
+        target: Tier,
+        start: int = 0,
+        *,
+        unless_stored: bool = False,
     ) -> list[Piece]:
         """What the path to `boundary` lacks on `target` from `start` on and can be brought, root
-        first; cuts the path where the boundary is.
+        first; cuts the path where the boundary is. `unless_stored`: and storage lacks it, too.
 
         Raises:
             StaleError: the boundary's node is gone.
         """
         path = self._path_to(self.cut(boundary))[::-1]
-        return self.components[component].build_hicache_transfers(path, start, target)
+        return self.components[component].build_hicache_transfers(
+            path, start, target, unless_stored=unless_stored
+        )
 
     def pin_transfer(
         self, boundary: Boundary, start: int, component: int, target: Tier, transfer: object

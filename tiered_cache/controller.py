@@ -113,9 +113,9 @@ class HostTier:
 
     `allocators`, `arenas`: of its rows, in dense component order. `page_bytes`: of a page of the
     first component. `write_policy`: "write_through", "write_through_selective" or "write_back"
-    (semantics §9.5). `load_back_threshold`: tokens; a shorter hit is computed again. `touch`: makes its memory
-    ready, a piece per call, ahead of need; in a thread. `close`: lets go of the copier and the
-    memory, when nobody copies any more.
+    (semantics §9.5). `load_back_threshold`: tokens; a shorter hit is computed again. `touch`: makes
+    its memory ready, a piece per call, ahead of need; in a thread. `close`: lets go of the copier
+    and the memory, when nobody copies any more.
     """
 
     allocators: Sequence[PageAllocator]

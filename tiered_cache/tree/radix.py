@@ -841,7 +841,7 @@ class RadixTree:
         base = node.data[BASE]
         if base.value is None and base.host_value is None and node.children:
             below = list(self._subtree(node))
-            if any(map(_is_held_host_copy, below)):
+            if any(_is_held_host_copy(other) for other in below):
                 return
             for other in reversed(below):
                 self._drop(other, eviction)

@@ -7,21 +7,26 @@ Refuses to know: what happens at run time; `UnifiedRadixCache.open` calls it onc
 
 from __future__ import annotations
 
+import sys
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 
-from tiered_cache.config.schema import MAX_BYTES, MAX_BYTES_TEXT
+from tiered_cache.config.problems import option_problems
+from tiered_cache.config.schema import MAX_BYTES, MAX_BYTES_TEXT, one_of
 from tiered_cache.controller import HostTier
-from tiered_cache.errors import ConfigError, ConfigProblem
+from tiered_cache.errors import BackendError, ConfigError, ConfigProblem
 from tiered_cache.pools.allocator import PageAllocator, RunAllocator
 from tiered_cache.pools.device import DevicePools
 from tiered_cache.pools.host import HostArena
 from tiered_cache.pools.memory import available_bytes
 from tiered_cache.pools.spec import page_bytes, row_layout
+from tiered_cache.storage.record import FORMAT_VERSION, RecordFormat, fingerprint
+from tiered_cache.storage.registry import backend_names, install_hint, load_backend
 from tiered_cache.strategies.registry import select_strategy
 from tiered_cache.transfer.cpu import CpuCopier
 from tiered_cache.transfer.cuda import CudaCopier
@@ -32,10 +37,11 @@ from tiered_cache.types import Tier
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from tiered_cache.config import Config, DeviceConfig, HostConfig
+    from tiered_cache.config import Config, DeviceConfig, HostConfig, ModelConfig, StorageConfig
     from tiered_cache.observe import Observer
-    from tiered_cache.pools.spec import RowLayout
-    from tiered_cache.strategies.base import StackPlan
+    from tiered_cache.pools.spec import PoolSpec, RowLayout
+    from tiered_cache.storage import BackendOptions, StorageBackend
+    from tiered_cache.strategies.base import ComponentSpec, StackPlan
     from tiered_cache.tree.components.base import TreeComponent
     from tiered_cache.types import ComponentId
 
@@ -81,6 +87,17 @@ class Sizing:
 
 
 @dataclass(frozen=True, slots=True)
+class StorageParts:
+    """What a storage tier is opened with: the backend's class and its settings, how the rows of
+    each component prove what they are (in dense component order), and the tier's settings."""
+
+    backend: type[StorageBackend]
+    options: BackendOptions = field(repr=False)  # an address may hold a password
+    formats: tuple[RecordFormat, ...]
+    settings: StorageConfig
+
+
+@dataclass(frozen=True, slots=True)
 class Parts:
     """What `UnifiedRadixCache.open` puts together. Tuples are in dense component order."""
 
@@ -91,6 +108,7 @@ class Parts:
     page_size: int
     host: HostTier | None
     arenas: tuple[HostArena, ...]
+    storage: StorageParts | None = None
 
 
 def build(
@@ -115,6 +133,12 @@ def build(
     problems = list(_device_problems(config, sizing, brings_tensors=device_pools is not None))
     if sizing.host_pages is not None:
         problems += memory_problems(config, sizing, available_bytes())
+    storage: StorageParts | None = None
+    if config.mode == "on":
+        try:
+            storage = storage_parts(config, sizing)
+        except ConfigError as error:
+            problems += error.problems
     if problems:
         raise ConfigError(problems)
     components = tuple(COMPONENT_KINDS[part.kind](part.id) for part in sizing.stack.components)
@@ -143,6 +167,7 @@ def build(
         page_size=config.page_size,
         host=host,
         arenas=arenas,
+        storage=storage,
     )
 
 
@@ -175,6 +200,84 @@ def _make_host_tier(
         close=close,
     )
     return tier, arenas
+
+
+def storage_parts(
+    config: Config, sizing: Sizing, *, rank: int = 0, world_size: int = 1
+) -> StorageParts | None:
+    """What the storage tier is opened with; None when the configuration has none. Imports the
+    backend, opens nothing.
+
+    Raises:
+        ConfigError: no such backend, one that cannot be imported, or options that it refuses.
+    """
+    settings = config.storage
+    if settings is None:
+        return None
+    try:
+        backend = load_backend(settings.backend)
+    except LookupError:
+        message, hint = "no such backend is installed", one_of(settings.backend, backend_names())
+        raise ConfigError([config.problem("storage.backend", message, hint)]) from None
+    except BackendError as error:
+        hint = install_hint(settings.backend)
+        raise ConfigError([config.problem("storage.backend", str(error), hint)]) from error
+    try:
+        options = backend.Options.model_validate(settings.options)
+    except ValidationError as error:
+        problems = option_problems(error, config.marks, settings.options, backend.Options)
+        raise ConfigError(problems) from None  # pydantic's text repeats values
+    return StorageParts(
+        backend,
+        options,
+        tuple(
+            _record_format(config.model, sizing, part.id, rank, world_size)
+            for part in sizing.stack.components
+        ),
+        settings,
+    )
+
+
+def _record_format(
+    model: ModelConfig, sizing: Sizing, component: ComponentId, rank: int, world_size: int
+) -> RecordFormat:
+    layout = sizing.row_layout(component)
+    last = layout.slices[-1]
+    return RecordFormat(
+        component,
+        fingerprint(record_facts(model, sizing, component, rank=rank, world_size=world_size)),
+        row_bytes=layout.stride,
+        payload_end=last.offset + last.num_bytes,
+    )
+
+
+def record_facts(
+    model: ModelConfig, sizing: Sizing, component: ComponentId, *, rank: int, world_size: int
+) -> dict[str, Any]:
+    """All that gives the bytes of a component's rows their meaning (semantics §10.2).
+
+    Whatever is added to a `ComponentSpec` or a `PoolSpec` becomes a fact by itself: forgetting one
+    would be wrong state, one too many is a miss. Where all ranks hold the same bytes they share
+    them, whatever their number.
+    """
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} of {world_size}")
+    pools = sizing.stack.pools_of(component)
+    by_rank = world_size > 1 and any(pool.sharding == "per_rank" for pool in pools)
+    return {
+        "format": FORMAT_VERSION,
+        "byte_order": sys.byteorder,
+        "model": [model.id, model.revision],
+        "page_size": sizing.page_size,
+        "components": [_given(part) for part in sizing.stack.components],
+        "component": component,
+        "pools": [_given(pool) for pool in pools],
+        "rank": [rank, world_size] if by_rank else None,
+    }
+
+
+def _given(spec: ComponentSpec | PoolSpec) -> dict[str, Any]:
+    return {key: value for key, value in asdict(spec).items() if value is not None}
 
 
 def size_stack(config: Config) -> Sizing:

@@ -28,6 +28,11 @@ MODEL: Final = {
     "head_dim": 4,
     "extra_pools": [POOL],
 }
+STORED: Final = {
+    "model": {**MODEL, "id": "some/model", "revision": "r7"},
+    "host": {"tokens": 64},
+    "storage": {"backend": "memory"},
+}
 MODEL_YAML: Final = "model: {dtype: float32, num_layers: 2, num_kv_heads: 1, head_dim: 4}\n"
 NO_HEADS: Final = {key: MODEL[key] for key in ("dtype", "num_layers")}
 
@@ -49,8 +54,29 @@ NUMBERS: Final[dict[str, dict[str, Any]]] = {
     "model.extra_pools[0].layers[0]": {},
     "model.extra_pools[0].row_shape[0]": {},
     "model.extra_pools[0].tokens_per_row": {},
+    "storage.timeout": STORED,
+    "storage.max_concurrency": STORED,
+    "storage.prefetch.threshold": STORED,
+    "storage.prefetch.timeout_base": STORED,
+    "storage.prefetch.timeout_per_ki_token": STORED,
+    "storage.prefetch.result_ttl": STORED,
+    "storage.backup.max_pending": STORED,
+    "storage.breaker.failures": STORED,
+    "storage.breaker.retry_after": STORED,
+    "storage.breaker.max_retry_after": {
+        **STORED,
+        "storage": {"backend": "memory", "breaker": {"retry_after": 1e-9}},
+    },
+    "storage.breaker.slow": STORED,
 }
 """Every setting that is a number, with what must stand around it."""
+
+SECONDS: Final = (
+    *("storage.timeout", "storage.prefetch.timeout_base", "storage.prefetch.timeout_per_ki_token"),
+    *("storage.prefetch.result_ttl", "storage.breaker.retry_after"),
+    *("storage.breaker.max_retry_after", "storage.breaker.slow"),
+)
+"""Those that may have a fraction."""
 
 ABSURD: Final = [10**30, 10**400, 10**5000, 0xF << 40_000]
 NO_NUMBERS: Final = [
@@ -65,7 +91,12 @@ def settings_with(key: str, value: object) -> dict[str, Any]:
     pool = dict(POOL)
     result: dict[str, Any] = {"model": {**MODEL, "extra_pools": [pool]}, **NUMBERS.get(key, {})}
     name = key.rpartition(".")[2]
-    if "extra_pools" in key:
+    if key.startswith("storage."):
+        section = result["storage"] = dict(STORED["storage"], **result.get("storage", {}))
+        for part in key.split(".")[1:-1]:
+            section[part] = section = dict(section.get(part, {}))
+        section[name] = value
+    elif "extra_pools" in key:
         pool[name.removesuffix("[0]")] = [value] if name.endswith("[0]") else value
         if name == "layers[0]":
             del pool["num_layers"]
@@ -109,6 +140,8 @@ def test_what_is_no_number_is_refused_at_its_key(key: str) -> None:
         source = settings_with(key, value)
         if value is None and key in ("device.size", "device.tokens", "model.v_head_dim"):
             size_stack(load_config(source, {}, {}))
+        elif type(value) is float and value == 1.0 and key in SECONDS:
+            assert load_config(source, {}, {}).storage
         else:
             # A host tier without tokens lacks a size.
             is_refused_at("host" if value is None and "host" in key else key, source, {}, {})

@@ -7,8 +7,19 @@ from typing import Any
 
 import pytest
 
-from tiered_cache.config import Config, HostConfig, ModelConfig, load_config
+from tiered_cache.config import (
+    BackupConfig,
+    BreakerConfig,
+    Config,
+    HostConfig,
+    ModelConfig,
+    PrefetchConfig,
+    StorageConfig,
+    load_config,
+)
+from tiered_cache.config.schema import BACKEND_GROUP, installed_backends
 from tiered_cache.errors import ConfigError, ConfigProblem
+from tiered_cache.storage import registry
 
 MODEL = {"dtype": "float32", "num_layers": 2, "num_kv_heads": 1, "head_dim": 4}
 MODEL_YAML = "model: {dtype: float32, num_layers: 2, num_kv_heads: 1, head_dim: 4}\n"
@@ -188,7 +199,6 @@ def test_every_mistake_is_reported_at_once_with_its_place(write: Any) -> None:
             "must be 1 or more",
             None,
         ),
-        ("storage: {backend: file}", "storage", "unknown key", "there is no storage tier yet"),
         ("page_size: -16", "page_size", "must be 1 or more", None),
         ("page_size: 16.0", "page_size", "must be a whole number, not a number with", None),
         ("page_size: true", "page_size", "must be a whole number, not true or false", None),
@@ -305,6 +315,199 @@ def test_a_section_is_checked_as_a_whole_when_a_key_is_wrong(write: Any) -> None
     """Neither kind of mistake hides the other."""
     found = problems(write(f"{MODEL_YAML}device: {{size: -1, tokens: 5, typ: cpu}}\n"))
     assert set(found) == {"device.size", "device.tokens", "device.typ"}
+
+
+# --- The third tier -----------------------------------------------------------------------------
+
+NAMED = {**MODEL, "id": "some/model", "revision": "r7"}
+NAMED_YAML = MODEL_YAML.replace("}", ", id: some/model, revision: r7}")
+HOST_YAML = "host: {size: 4GiB}\n"
+
+
+def test_a_storage_section_turns_the_third_tier_on(write: Any) -> None:
+    """Its backend is all that must be written; null takes it out again."""
+    path = write(f"{NAMED_YAML}{HOST_YAML}storage: {{backend: memory}}\n")
+    storage = load(path).storage
+    assert storage == StorageConfig(backend="memory")
+    assert (storage.options, storage.required, storage.timeout) == ({}, False, 10.0)
+    assert storage.max_concurrency == 8
+    assert storage.prefetch == PrefetchConfig(
+        policy="timeout",
+        threshold=256,
+        timeout_base=1.0,
+        timeout_per_ki_token=0.25,
+        result_ttl=30.0,
+    )
+    assert storage.backup == BackupConfig(max_pending=256 << 20)
+    assert storage.breaker == BreakerConfig(
+        failures=5, retry_after=1.0, max_retry_after=30.0, slow=1.0
+    )
+    assert load(path, environ={"TIERED_CACHE_STORAGE": "null"}).storage is None
+    assert load(path, {"mode": "off"}).storage == storage
+
+
+def test_options_are_the_backends_and_pass_as_they_are(write: Any) -> None:
+    """Any keys, nested ones too, from file, environment and arguments, key by key."""
+    text = "storage: {backend: memory, options: {path: a, tls: {cert: b, check: true}, n: [1]}}\n"
+    environ = {
+        "TIERED_CACHE_STORAGE__OPTIONS__PATH": "/from/environment",
+        "TIERED_CACHE_STORAGE__OPTIONS__URL": "redis://user:secret@host:6379/0",
+    }
+    overrides = {"storage": {"options": {"tls": {"cert": "argument"}}}}
+    config = load(write(f"{NAMED_YAML}{HOST_YAML}{text}"), overrides, environ)
+    assert config.storage is not None
+    assert config.storage.options == {
+        "path": "/from/environment",
+        "url": "redis://user:secret@host:6379/0",
+        "tls": {"cert": "argument", "check": True},
+        "n": [1],
+    }
+
+
+def test_a_configuration_does_not_show_the_backends_options() -> None:
+    """An address may hold a password, and configurations are logged."""
+    options = {"url": "redis://user:secret@host"}
+    source = {"model": NAMED, "host": {"size": "1GiB"}}
+    config = load({**source, "storage": {"backend": "redis", "options": options}})
+    assert config.storage is not None
+    for text in (repr(config), str(config), repr(config.storage), f"{config.storage}"):
+        assert "redis" in text
+        assert "secret" not in text
+        assert "url" not in text
+
+
+def test_a_section_object_is_a_storage_section_too() -> None:
+    """Made in Python, laid over a file's."""
+    storage = StorageConfig(backend="memory", options={"max_size": 5}, timeout=2)
+    config = load({"model": NAMED, "host": {"tokens": 64}}, {"storage": storage})
+    assert config.storage == storage
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "message", "suggestion"),
+    [
+        ("{}", "storage.backend", "is required", "write one of file, memory, redis"),
+        ("{backend: fiel}", "storage.backend", "no such backend is inst", "did you mean file?"),
+        ("{backend: s3}", "storage.backend", "no such backend is installed", "write one of file, "),
+        ("{backend: 5}", "storage.backend", "must be text, not a number", "put it in quotes"),
+        ("{backend: memory, opts: {}}", "storage.opts", "unknown key", "did you mean options?"),
+        ("{backend: memory, where: x}", "storage.where", "unknown key", "own go into options"),
+        ("{backend: memory, options: x}", "storage.options", "must be a section of keys", None),
+        ("{backend: memory, options: }", "storage.options", "must be a section of keys", None),
+        ("{backend: memory, required: 1}", "storage.required", "must be true or false", None),
+        ("{backend: memory, timeout: 0}", "storage.timeout", "must be more than 0", None),
+        ("{backend: memory, timeout: -1.5}", "storage.timeout", "must be more than 0", None),
+        ("{backend: memory, timeout: 10s}", "storage.timeout", "must be a number, not text", None),
+        ("{backend: memory, timeout: true}", "storage.timeout", "must be a number, not true", None),
+        ("{backend: memory, timeout: .nan}", "storage.timeout", "must be a number with an", None),
+        ("{backend: memory, timeout: 86401}", "storage.timeout", "must be 86,400 or less", None),
+        ("{backend: memory, max_concurrency: 0}", "storage.max_concurrency", "1 or more", None),
+        ("{backend: memory, threshold: 5}", "storage.threshold", "unk", "to storage.prefetch"),
+        ("{backend: memory, prefetch: timeout}", "storage.prefetch", "must be a section", None),
+        (
+            "{backend: memory, prefetch: {policy: best-effort}}",
+            "storage.prefetch.policy",
+            "no such choice",
+            "did you mean best_effort?",
+        ),
+        (
+            "{backend: memory, prefetch: {threshold: -1}}",
+            "storage.prefetch.threshold",
+            "must be 0 or more",
+            None,
+        ),
+        (
+            "{backend: memory, prefetch: {time_out_base: 1}}",
+            "storage.prefetch.time_out_base",
+            "unknown key",
+            "did you mean timeout_base?",
+        ),
+        (
+            "{backend: memory, backup: {max_pending: 256M}}",
+            "storage.backup.max_pending",
+            "is not a size",
+            "write 256MiB or 256MB",
+        ),
+        (
+            "{backend: memory, backup: {max_pending: 1.5}}",
+            "storage.backup.max_pending",
+            "must be a whole number",
+            "write 8GiB",
+        ),
+        (
+            "{backend: memory, breaker: {failures: 0}}",
+            "storage.breaker.failures",
+            "must be 1 or more",
+            None,
+        ),
+        (
+            "{backend: memory, breaker: {retry_after: 60}}",
+            "storage.breaker.retry_after",
+            "max_retry_after is less than retry_after",
+            "or more for max_retry_after",
+        ),
+        (
+            "{backend: memory, breaker: {retry_after: 6, max_retry_after: 5}}",
+            "storage.breaker.max_retry_after",
+            "max_retry_after is less than retry_after",
+            "or more for max_retry_after",
+        ),
+    ],
+)
+def test_mistakes_in_storage(
+    write: Any, text: str, key: str, message: str, suggestion: str | None
+) -> None:
+    """As strict as the other sections, with what to write instead."""
+    found = problems(write(f"{NAMED_YAML}{HOST_YAML}storage: {text}\n"))
+    assert list(found) == [key]
+    assert message in found[key].message
+    assert found[key].line == 3
+    assert (suggestion or "") in (found[key].suggestion or "")
+    assert suggestion is None or found[key].suggestion is not None
+
+
+def test_zero_is_a_threshold_and_no_grace() -> None:
+    """Storage may be asked for every page, and given no time of its own."""
+    prefetch = {"threshold": 0, "timeout_base": 0, "timeout_per_ki_token": 0}
+    storage = {"backend": "memory", "prefetch": prefetch}
+    config = load({"model": NAMED, "host": {"tokens": 64}, "storage": storage})
+    assert config.storage is not None
+    assert config.storage.prefetch.timeout_base == 0
+
+
+def test_storage_needs_a_host_and_a_name_for_the_models_state(write: Any) -> None:
+    """Pages go through the host; a fine-tune must never read its parent's state. All at once, and
+    beside other mistakes."""
+    found = problems(write(f"{MODEL_YAML}storage: {{backend: memory, timeout: 0}}\n"))
+    assert set(found) == {"storage", "model.id", "model.revision", "storage.timeout"}
+    assert "write one, such as host: {size: 4GiB}" in str(found["storage"])
+    assert "would read its parent's state: write what changes" in str(found["model.revision"])
+    assert found["model.revision"].line == found["model.id"].line == 1
+    assert found["storage"].line == 2
+    found = problems({"storage": {"backend": "memory"}, "host": {"tokens": 64}})
+    assert set(found) == {"model"}  # nothing is said of what is inside a section that is not there
+
+
+@pytest.mark.parametrize("key", ["id", "revision"])
+@pytest.mark.parametrize("value", [None, ""])
+def test_an_empty_name_is_none(key: str, value: str | None) -> None:
+    """Two models without a name would share their state."""
+    source = {"model": {**NAMED, key: value}, "host": {"tokens": 64}}
+    found = problems({**source, "storage": {"backend": "memory"}})
+    assert list(found) == [f"model.{key}"]
+
+
+def test_a_key_of_the_options_is_text() -> None:
+    """As everywhere; YAML's other keys are refused before."""
+    storage = {"backend": "memory", "options": {5: "x"}}
+    found = problems({"model": NAMED, "host": {"tokens": 64}, "storage": storage})
+    assert found["storage.options"].message == "a key must be text"
+
+
+def test_the_schema_knows_the_backends_that_the_registry_finds() -> None:
+    """Two floors read the same entry points."""
+    assert BACKEND_GROUP == registry.GROUP
+    assert installed_backends() == registry.backend_names()
 
 
 # --- Files --------------------------------------------------------------------------------------

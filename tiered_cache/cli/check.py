@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from tiered_cache.build import Sizing, size_stack
+from tiered_cache.build import Sizing, size_stack, storage_parts
 from tiered_cache.config import Config, load_config
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ def check_config(path: Path, console: Console) -> None:
     """
     config = load_config(path)
     sizing = size_stack(config)
+    storage_parts(config, sizing)  # for what a backend says of its options
     for text in warnings(config, sizing):
         console.print(f"warning: {text}", markup=False, highlight=False, soft_wrap=True)
     console.print(f"{path}: fine", markup=False, highlight=False, soft_wrap=True)

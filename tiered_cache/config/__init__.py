@@ -9,14 +9,28 @@ Strict throughout: an unknown or duplicate key is an error, and all errors are r
 
 from tiered_cache.config.hf import model_from_hf
 from tiered_cache.config.load import load_config
-from tiered_cache.config.schema import Config, DeviceConfig, ExtraPool, HostConfig, ModelConfig
+from tiered_cache.config.schema import (
+    BackupConfig,
+    BreakerConfig,
+    Config,
+    DeviceConfig,
+    ExtraPool,
+    HostConfig,
+    ModelConfig,
+    PrefetchConfig,
+    StorageConfig,
+)
 
 __all__ = [
+    "BackupConfig",
+    "BreakerConfig",
     "Config",
     "DeviceConfig",
     "ExtraPool",
     "HostConfig",
     "ModelConfig",
+    "PrefetchConfig",
+    "StorageConfig",
     "load_config",
     "model_from_hf",
 ]

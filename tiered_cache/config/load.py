@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from tiered_cache.config.document import Document
 from tiered_cache.config.marks import KeyPath, Mark, Marks, dotted
-from tiered_cache.config.problems import kind_of, problems_of
+from tiered_cache.config.problems import by_place, kind_of, problems_of
 from tiered_cache.config.schema import Config
 from tiered_cache.errors import ConfigError, ConfigProblem
 
@@ -90,7 +90,7 @@ def _check_arguments(source: object, overrides: object, environ: object) -> None
 
 
 def _config_error(problems: list[ConfigProblem]) -> ConfigError:
-    return ConfigError(sorted(problems, key=lambda p: (p.line or 0, p.column or 0)))
+    return ConfigError(sorted(problems, key=by_place))
 
 
 def _merge(

@@ -8,39 +8,53 @@ from __future__ import annotations
 
 import difflib
 import re
-from typing import TYPE_CHECKING, Final
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
 
 from tiered_cache.config.marks import KeyPath, Marks, dotted
 from tiered_cache.config.schema import (
     MAX_BYTES_TEXT,
     SIZE_HINT,
+    BackupConfig,
+    BreakerConfig,
     Config,
     DeviceConfig,
     ExtraPool,
     HostConfig,
     ModelConfig,
-    Section,
+    PrefetchConfig,
+    StorageConfig,
+    installed_backends,
     one_of,
 )
 from tiered_cache.errors import ConfigProblem
 
 if TYPE_CHECKING:
-    from pydantic import ValidationError
+    from collections.abc import Iterator
+
+    from pydantic import BaseModel, ValidationError
     from pydantic_core import ErrorDetails
 
-SECTIONS: Final[dict[str, type[Section]]] = {
+SECTIONS: Final[dict[str, type[BaseModel]]] = {
     "": Config,
     "model": ModelConfig,
     "model.extra_pools": ExtraPool,
     "device": DeviceConfig,
     "host": HostConfig,
+    "storage": StorageConfig,
+    "storage.prefetch": PrefetchConfig,
+    "storage.backup": BackupConfig,
+    "storage.breaker": BreakerConfig,
 }
 
-NOT_YET: Final = {
-    "storage": "there is no storage tier yet, this version has device and host: "
-    "take the section out"
-}
-"""Sections that the design has and this version does not."""
+OPTIONS: Final = ("storage", "options")
+"""The section whose keys are a backend's."""
+
+
+def by_place(problem: ConfigProblem) -> tuple[int, int]:
+    """Sorts problems as they are read: the environment's first, then down the file."""
+    return problem.line or 0, problem.column or 0
 
 
 def problems_of(error: ValidationError, marks: Marks, inside: KeyPath = ()) -> list[ConfigProblem]:
@@ -49,28 +63,93 @@ def problems_of(error: ValidationError, marks: Marks, inside: KeyPath = ()) -> l
     return [_problem(details, (*inside, *details["loc"]), marks) for details in found]
 
 
-def _problem(details: ErrorDetails, path: KeyPath, marks: Marks) -> ConfigProblem:
+def option_problems(
+    error: ValidationError, marks: Marks, options: Mapping[str, Any], model: type[BaseModel]
+) -> list[ConfigProblem]:
+    """All that a backend's own model found in `storage.options`, each at its place.
+
+    The model is somebody else's. So what stands in `loc` beside keys (the branches of a union) is
+    left out, one finding per key is enough, and a message loses what it repeats of the values.
+    """
+    problems: dict[str, ConfigProblem] = {}
+    secrets = sorted(_secrets(options), key=len, reverse=True)
+    for details in error.errors(include_url=False):
+        is_missing = details["type"] == "missing"
+        path = (*OPTIONS, *_written(details["loc"], options, and_one_more=is_missing))
+        problem = _problem(details, path, marks, {dotted(OPTIONS): model})
+        if problem.message == details["msg"]:  # the model's own words
+            message, suggestion = problem.message, problem.suggestion
+            for secret in secrets:
+                message = message.replace(secret, "…")
+                suggestion = suggestion and suggestion.replace(secret, "…")
+            problem = replace(problem, message=message, suggestion=suggestion)
+        problems.setdefault(problem.key, problem)
+    return sorted(problems.values(), key=by_place)
+
+
+def _written(loc: KeyPath, options: Any, *, and_one_more: bool) -> KeyPath:
+    """The part of a path that leads to something in the options."""
+    at = options
+    for index, part in enumerate(loc):
+        try:
+            at = at[part]
+        except (LookupError, TypeError):
+            return loc[: index + and_one_more]
+    return loc
+
+
+def _secrets(value: Any) -> Iterator[str]:
+    """All text in the values, and of addresses who logs in and how."""
+    if isinstance(value, Mapping):
+        for item in value.values():
+            yield from _secrets(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _secrets(item)
+    elif isinstance(value, str) and len(value) >= SHORTEST_SECRET:
+        yield value
+        login = value.partition("://")[2].rpartition("@")[0]
+        yield from (part for part in (login, *login.split(":", 1)) if len(part) >= SHORTEST_SECRET)
+
+
+SHORTEST_SECRET: Final = 3
+"""Characters. Shorter text occurs in any message."""
+
+
+def _problem(
+    details: ErrorDetails,
+    path: KeyPath,
+    marks: Marks,
+    sections: Mapping[str, type[BaseModel]] = SECTIONS,
+) -> ConfigProblem:
     context = details.get("ctx", {})
     kind = details["type"]
     message, suggestion = details["msg"], context.get("suggestion")
     at_key = False
+    if path and path[-1] == "[key]":  # pydantic's way to say that the key, not its value, is wrong
+        path, kind = path[:-2], "invalid_key"
+    name = path[-1] if path else ""
     match kind:
         case "extra_forbidden":
-            message, suggestion, at_key = "unknown key", _unknown_key_hint(path), True
+            message, suggestion, at_key = "unknown key", _unknown_key_hint(path, sections), True
         case "missing":
-            message, suggestion = "is required", MISSING_HINTS.get(dotted(path))
+            message, suggestion = "is required", _missing_hint(path)
         case "literal_error":
             message, suggestion = "no such choice", _choice_hint(details)
         case "string_pattern_mismatch":
-            message, suggestion = PATTERN_HINTS.get(str(path[-1]), ("is not well formed", None))
+            message, suggestion = PATTERN_HINTS.get(str(name), ("is not well formed", None))
+        case "greater_than" if isinstance(context["gt"], float):
+            message = f"must be more than {_number(context['gt'])}"
         case "greater_than_equal" | "greater_than":
             least = context["ge"] if "ge" in context else context["gt"] + 1
-            message = f"must be {least:,} or more"
-        case "less_than_equal" | "less_than" if path[-1] == "size":
+            message = f"must be {_number(least)} or more"
+        case "less_than_equal" | "less_than" if name in SIZES:
             message = f"must be {MAX_BYTES_TEXT} or less"
         case "less_than_equal" | "less_than":
             most = context["le"] if "le" in context else context["lt"] - 1
-            message = f"must be {most:,} or less"
+            message = f"must be {_number(most)} or less"
+        case "finite_number":
+            message = "must be a number with an end"
         case "invalid_key":
             message, suggestion, at_key = "a key must be text", "put it in quotes", True
         case "string_unicode":
@@ -79,18 +158,24 @@ def _problem(details: ErrorDetails, path: KeyPath, marks: Marks) -> ConfigProble
             message = f"must be {TYPE_WORDS[kind]}, not {kind_of(details['input'])}"
             if kind == "string_type" and not isinstance(details["input"], dict | list | None):
                 suggestion = "put it in quotes"
-            elif path[-1] == "size":
+            elif name in SIZES:
                 suggestion = SIZE_HINT
     mark = marks.nearest(path, at_key=at_key)
     return ConfigProblem(message, dotted(path), mark.file, mark.line, mark.column, suggestion)
 
 
+SIZES: Final = ("size", "max_pending")
+"""Keys whose values are bytes."""
+
 TYPE_WORDS: Final = {
     "int_type": "a whole number",
+    "float_type": "a number",
     "string_type": "text",
     "bool_type": "true or false",
     "tuple_type": "a list",
+    "list_type": "a list",
     "model_type": "a section of keys and values",
+    "dict_type": "a section of keys and values",
 }
 
 MISSING_HINTS: Final = {
@@ -105,23 +190,36 @@ PATTERN_HINTS: Final[dict[str, tuple[str, str]]] = {
 }
 
 
-def _unknown_key_hint(path: KeyPath) -> str:
+def _missing_hint(path: KeyPath) -> str | None:
+    if path == ("storage", "backend"):
+        return one_of(None, installed_backends())
+    return MISSING_HINTS.get(dotted(path))
+
+
+def _unknown_key_hint(path: KeyPath, sections: Mapping[str, type[BaseModel]]) -> str | None:
     *section, key = path
     name = str(key)
-    if not section and name in NOT_YET:
-        return NOT_YET[name]
-    here = SECTIONS[dotted(tuple(part for part in section if isinstance(part, str)))]
-    homes = [at or "the top level" for at, home in SECTIONS.items() if name in home.model_fields]
+    here = sections.get(dotted(tuple(part for part in section if isinstance(part, str))))
+    if here is None:  # a section inside a backend's options
+        return None
+    homes = [at or "the top level" for at, home in sections.items() if name in home.model_fields]
     if homes:
         return f"it belongs to {' or '.join(homes)}"
     close = difflib.get_close_matches(name, here.model_fields, n=1)
     if close:
         return f"did you mean {close[0]}?"
-    return f"the keys here are {', '.join(here.model_fields)}"
+    if not here.model_fields:
+        return "there are no keys here"
+    keys = f"the keys here are {', '.join(here.model_fields)}"
+    return f"{keys}; the backend's own go into options" if here is StorageConfig else keys
 
 
 def _choice_hint(details: ErrorDetails) -> str:
     return one_of(details["input"], re.findall(r"'([^']*)'", details["ctx"]["expected"]))
+
+
+def _number(value: float) -> str:
+    return f"{int(value) if value == int(value) else value:,}"
 
 
 def kind_of(value: object) -> str:

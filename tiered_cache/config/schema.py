@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import difflib
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, Self
+from importlib.metadata import entry_points
+from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, Self, TypeGuard
 
 from pydantic import (
     AfterValidator,
@@ -34,12 +36,17 @@ from tiered_cache.errors import ConfigProblem
 Dtype = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8"]
 EvictionPolicyName = Literal["lru", "lfu", "fifo", "mru", "filo", "priority", "slru"]
 WritePolicyName = Literal["write_through", "write_through_selective", "write_back"]
+PrefetchPolicyName = Literal["best_effort", "wait_complete", "timeout"]
 
 BUILT_IN_STRATEGIES: Final = ("plain",)
 known_strategies: Final[set[str]] = set(BUILT_IN_STRATEGIES)
 """Names that `model.strategy` may take. The registry of strategies, a floor above, adds to them,
 so that a misspelt name is reported together with all other mistakes of a file.
 """
+
+BACKEND_GROUP: Final = "tiered_cache.backends"
+"""The entry points that `storage.backend` names. Their names are read here; loading one is for a
+floor above."""
 
 SIZE_UNITS: Final = {
     "B": 1,
@@ -59,6 +66,8 @@ MAX_DIM: Final = 1 << 20
 MAX_DIMS: Final = 8
 MAX_LAYERS: Final = 1_000
 MAX_THREADS: Final = 1_024
+MAX_SECONDS: Final = 86_400
+MAX_FAILURES: Final = 1_000_000
 
 DTYPE_ALIASES: Final = {
     "fp32": "float32",
@@ -101,7 +110,7 @@ class Section(BaseModel):
                 type=PydanticCustomError(
                     "cross_check", "{message}", {"message": p.message, "suggestion": p.suggestion}
                 ),
-                loc=(p.key,),
+                loc=parse_path(p.key),
                 input=None,
             )
             for p in cls.cross_check(given)
@@ -125,6 +134,10 @@ def _again(details: ErrorDetails) -> InitErrorDetails:
         loc=details["loc"],
         input=details["input"],
     )
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def parse_size(value: object) -> object:
@@ -163,6 +176,13 @@ def _few(value: tuple[int, ...]) -> tuple[int, ...]:
     return value
 
 
+def _in_floats_range(value: object) -> object:
+    """An integer too large for a float, as the largest one: the bound is then the message."""
+    if isinstance(value, int) and abs(value) > sys.float_info.max:
+        return sys.float_info.max if value > 0 else -sys.float_info.max
+    return value
+
+
 SizeBytes = Annotated[int, BeforeValidator(parse_size), Field(gt=0, le=MAX_BYTES)]
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 PageSize = Annotated[int, Field(ge=1, le=MAX_PAGE_SIZE)]
@@ -170,6 +190,12 @@ Dim = Annotated[int, Field(ge=1, le=MAX_DIM)]
 NumLayers = Annotated[int, Field(ge=1, le=MAX_LAYERS)]
 LayerNumber = Annotated[int, Field(ge=0, lt=2 * MAX_LAYERS)]  # extra pools come after the model's
 Threads = Annotated[int, Field(ge=1, le=MAX_THREADS)]
+Seconds = Annotated[
+    float, Field(ge=0, le=MAX_SECONDS, allow_inf_nan=False), BeforeValidator(_in_floats_range)
+]
+PositiveSeconds = Annotated[
+    float, Field(gt=0, le=MAX_SECONDS, allow_inf_nan=False), BeforeValidator(_in_floats_range)
+]
 # Not strict: a YAML list is no Python tuple. The items are strict all the same.
 Layers = Annotated[tuple[LayerNumber, ...], Field(strict=False), AfterValidator(_not_empty)]
 Shape = Annotated[
@@ -311,6 +337,89 @@ def _two_budgets(given: Mapping[str, Any]) -> Iterator[CrossProblem]:
         yield CrossProblem("tokens", "says the same as size", "keep one of size and tokens")
 
 
+class PrefetchConfig(Section):
+    """How what storage has comes to the host before a lease needs it."""
+
+    policy: PrefetchPolicyName = "timeout"
+    """How long a lease waits for a prefetch: not at all (`best_effort`), to its end
+    (`wait_complete`), or as long as `timeout_base` and `timeout_per_ki_token` say."""
+    threshold: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 256
+    """Tokens. Storage is not asked for fewer, and a hit of fewer is not read."""
+    timeout_base: Seconds = 1.0
+    timeout_per_ki_token: Seconds = 0.25
+    """More seconds for each 1,024 tokens that are to come."""
+    result_ttl: PositiveSeconds = 30.0
+    """Seconds for which the host keeps what was read, whatever else needs its room, until somebody
+    takes it."""
+
+
+class BackupConfig(Section):
+    """How the host's pages come to storage."""
+
+    max_pending: SizeBytes = 256 << 20
+    """Bytes of rows that wait to be written; what would exceed them is skipped, and counted."""
+
+
+class BreakerConfig(Section):
+    """When a backend that is unwell is left alone, and for how long."""
+
+    failures: Annotated[int, Field(ge=1, le=MAX_FAILURES)] = 5
+    """In a row, after which nothing is asked of it."""
+    retry_after: PositiveSeconds = 1.0
+    """Seconds before it is tried again; doubled at every try that fails."""
+    max_retry_after: PositiveSeconds = 30.0
+    slow: PositiveSeconds = 1.0
+    """Seconds after which a batch that did come counts as a failure all the same."""
+
+    @classmethod
+    def cross_check(cls, given: Mapping[str, Any]) -> Iterator[CrossProblem]:
+        first, most = (
+            given.get(key, cls.model_fields[key].default)
+            for key in ("retry_after", "max_retry_after")
+        )
+        if _is_number(first) and _is_number(most) and most < first <= MAX_SECONDS:
+            key = "max_retry_after" if "max_retry_after" in given else "retry_after"
+            yield CrossProblem(
+                key,
+                "max_retry_after is less than retry_after",
+                "write the same number or more for max_retry_after",
+            )
+
+
+class StorageConfig(Section):
+    """The third tier: a backend that keeps rows beyond this process."""
+
+    backend: str
+    """A name among those that are installed, through an entry point."""
+    options: dict[str, Any] = Field(default_factory=dict, repr=False)
+    """The backend's own settings. Judged by its own model, once it is loaded; never shown, because
+    an address may hold a password."""
+    required: bool = False
+    """Opening fails when the backend cannot be reached; else the cache goes on without it."""
+    timeout: PositiveSeconds = 10.0
+    """Seconds that one batch may take before it counts as failed."""
+    max_concurrency: Threads = 8
+    """Calls of the backend at the same time."""
+    prefetch: PrefetchConfig = PrefetchConfig()
+    backup: BackupConfig = BackupConfig()
+    breaker: BreakerConfig = BreakerConfig()
+
+    @field_validator("backend")
+    @classmethod
+    def _backend_is_installed(cls, value: str) -> str:
+        names = installed_backends()
+        if value not in names:
+            raise PydanticCustomError(
+                "backend", "no such backend is installed", {"suggestion": one_of(value, names)}
+            )
+        return value
+
+
+def installed_backends() -> list[str]:
+    """Names that `storage.backend` may take here. Loads nothing."""
+    return sorted({point.name for point in entry_points(group=BACKEND_GROUP)})
+
+
 class Config(Section):
     """All settings of a cache. Made by `load_config`; frozen."""
 
@@ -320,6 +429,8 @@ class Config(Section):
     device: DeviceConfig = DeviceConfig()
     host: HostConfig | None = None
     """None: no second tier."""
+    storage: StorageConfig | None = None
+    """None: no third tier."""
     mode: Literal["on", "off"] = "on"
     """`off`: nothing matches and nothing is kept, for comparing with and without."""
     run_threads: Threads = 1
@@ -346,11 +457,38 @@ class Config(Section):
                     f"is not a multiple of an extra pool's tokens_per_row ({per_row})",
                     f"write a multiple of {per_row}",
                 )
+        if "storage" in given:
+            if "host" not in given:
+                yield CrossProblem(
+                    "storage",
+                    "needs a host section: pages come and go through it",
+                    "write one, such as host: {size: 4GiB}",
+                )
+            model = _mapping(given.get("model"))
+            for key, example in NEEDED_BY_STORAGE.items():
+                if "model" in given and not model.get(key):
+                    yield CrossProblem(
+                        f"model.{key}",
+                        "is required beside storage",
+                        f"without it a fine-tune would read its parent's state: write {example}",
+                    )
+
+    @property
+    def marks(self) -> Marks:
+        """Where each setting was written."""
+        return self._marks
 
     def problem(self, key: str, message: str, suggestion: str | None = None) -> ConfigProblem:
         """A problem with the setting `key` ("device.size"), at the place where it was written."""
         mark = self._marks.nearest(parse_path(key))
         return ConfigProblem(message, key, mark.file, mark.line, mark.column, suggestion)
+
+
+NEEDED_BY_STORAGE: Final = {
+    "id": "the model's name, such as id: meta-llama/Llama-3.1-8B-Instruct",
+    "revision": "what changes with the weights, such as revision: their commit or a digest of them",
+}
+"""What names a model's state among that of others, with an example."""
 
 
 def _is_page_size(value: object) -> bool:
@@ -375,6 +513,8 @@ def _mappings(value: object) -> list[Mapping[str, Any]]:
 def one_of(given: object, choices: Iterable[str]) -> str:
     """What to write instead of something that is not among the choices."""
     names = list(choices)
+    if not names:
+        return "there is none"
     text = DTYPE_ALIASES.get(given, given).removeprefix("torch.") if isinstance(given, str) else ""
     close = difflib.get_close_matches(text.lower(), names, n=1)
     rest = f"one of {', '.join(names)}" if len(names) > 1 else names[0]

@@ -40,8 +40,18 @@ def load_backend(name: str) -> type[StorageBackend]:
     point = found[0]
     try:
         backend = point.load()
-    except ImportError as error:  # also a shared library that is missing
+    except (ImportError, AttributeError) as error:  # also a shared library that is missing
         raise BackendError(f"backend {name!r} cannot be imported: {error}") from error
     if not (isinstance(backend, type) and issubclass(backend, StorageBackend)):
         raise BackendError(f"backend {name!r} is {point.value}, which is not a StorageBackend")
     return backend
+
+
+def install_hint(name: str) -> str:
+    """What to do when a backend that is installed cannot be imported."""
+    dist = next(iter(entry_points(group=GROUP, name=name))).dist
+    if dist is None:
+        return "install what it needs"
+    if name in (dist.metadata.get_all("Provides-Extra") or ()):
+        return f"python -m pip install '{dist.name}[{name}]'"
+    return f"install what {dist.name} needs"

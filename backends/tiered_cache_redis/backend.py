@@ -49,9 +49,6 @@ take the server a millisecond."""
 
 SCAN_COUNT: Final = b"512"
 
-NAME: Final = re.compile(rb"[0-9a-f]{32}:[0-9a-f]{64}")
-"""Scope and page key, behind the prefix."""
-
 MAX_TURNS: Final = 2
 """Of asking, where keys of a Cluster have moved: the table is read anew, so once more will do."""
 
@@ -65,14 +62,14 @@ class RedisBackend(StorageBackend):
     def __init__(self, options: RedisOptions, context: BackendContext) -> None:
         self._context = context
         self._prefix = options.prefix
+        # What begins in the same way need not be a page.
+        self._name = re.compile(re.escape(self._prefix).encode() + rb"[0-9a-f]{32}:[0-9a-f]{64}")
         self._max_batch_bytes = options.max_batch
         self._ttl_s = options.ttl
-        self._is_cluster = options.cluster
         self._servers: Servers = Cluster(options) if options.cluster else OneServer(options)
         self._loop = asyncio.get_running_loop()
         self._turns = asyncio.Semaphore(options.connections)
         self._refreshing = asyncio.Lock()
-        self._is_stale = True  # what the servers know of themselves; true until one has answered
         self._is_closed = False
 
     @classmethod
@@ -200,13 +197,13 @@ class RedisBackend(StorageBackend):
                             answers[index] = answer
                         elif answer.code in means:
                             answers[index] = means[answer.code]
-                        elif answer.code == "MOVED" and self._is_cluster:
+                        elif answer.code == "MOVED" and self._servers.doubt():
                             moved.append(index)
                         else:
                             raise self._refused(server, answer)
             if not moved:
                 return answers
-            left, self._is_stale = moved, True
+            left = moved
         raise BackendError(
             "the nodes of the Cluster do not agree on who keeps what: see CLUSTER INFO"
         )
@@ -235,7 +232,7 @@ class RedisBackend(StorageBackend):
                 if isinstance(reply, ErrorReply):
                     raise self._refused(server, reply)
                 cursor, names = reply
-                if names := [name for name in names if self._is_name(name)]:
+                if names := [name for name in names if self._name.fullmatch(name)]:
                     yield server, names
                 if cursor == b"0":
                     break
@@ -245,7 +242,7 @@ class RedisBackend(StorageBackend):
             try:
                 return await self._context.run(_with_wire, server, exchange)
             except BackendError:
-                self._is_stale = self._is_cluster
+                self._servers.doubt()
                 raise
 
     async def _ready(self) -> None:
@@ -256,14 +253,13 @@ class RedisBackend(StorageBackend):
             )
         if self._is_closed:
             raise ClosedError("this RedisBackend is closed")
-        if self._is_stale:
+        if self._servers.in_doubt:
             async with self._refreshing:
-                if self._is_stale:  # nobody else has done it meanwhile
+                if self._servers.in_doubt:  # nobody else has found out meanwhile
                     await self._context.run(self._servers.refresh)
-                    self._is_stale = False
 
     def _refused(self, server: Server, reply: ErrorReply) -> BackendError:
-        self._is_stale = self._is_cluster
+        self._servers.doubt()
         return server.refused(reply)
 
     def _names(self, keys: Sequence[ObjectKey]) -> list[bytes]:
@@ -271,11 +267,6 @@ class RedisBackend(StorageBackend):
             f"{self._prefix}{key[:SCOPE_BYTES].hex()}:{key[SCOPE_BYTES:].hex()}".encode()
             for key in keys
         ]
-
-    def _is_name(self, name: bytes) -> bool:
-        """Whether it names a page, and is not just something that begins in the same way."""
-        rest = name.removeprefix(self._prefix.encode())
-        return rest != name and NAME.fullmatch(rest) is not None
 
     def _key(self, name: bytes) -> ObjectKey:
         digits = name.removeprefix(self._prefix.encode()).replace(b":", b"")

@@ -71,7 +71,6 @@ class Server:
             retry=Retry(NoBackoff(), 0),
             socket_connect_timeout=options.connect_timeout,
             socket_timeout=options.stall_timeout,
-            socket_keepalive=True,
             max_connections=1 << 16,
         )
 
@@ -110,26 +109,24 @@ class Server:
         self._pool.disconnect(inuse_connections=False)
 
     def refused(self, reply: ErrorReply) -> BackendError:
-        """A server that answers, but not as it should."""
-        advice = ADVICE.get(reply.code)
-        return BackendError(
-            self._redacted(f"redis at {self.where} answers: {reply.text}")
-            + (f" ({advice})" if advice else "")
-        )
+        """It answers, but not as it should."""
+        return self._answered(reply.text, reply.code)
+
+    def _answered(self, text: str, code: str) -> BackendError:
+        advice = f" ({ADVICE[code]})" if code in ADVICE else ""
+        return BackendError(self._redacted(f"redis at {self.where} answers: {text}") + advice)
 
     def _not_connected(self, error: Exception) -> BackendError:
-        code = next((code for kind, code in CODES.items() if isinstance(error, kind)), None)
         text = str(error)
-        if code is None and isinstance(error, exceptions.ResponseError):
-            code = text.partition(" ")[0]
-        if advice := ADVICE.get(code or ""):
-            return BackendError(
-                self._redacted(f"redis at {self.where} answers: {text}") + f" ({advice})"
-            )
+        code = next((code for kind, code in CODES.items() if isinstance(error, kind)), "")
+        if code == "WRONGPASS" and not self._password:
+            code = "NOAUTH"
+        if code:
+            return self._answered(text, code)
         if isinstance(error, (exceptions.TimeoutError, TimeoutError)):
-            text = (
-                f"{text} (limits: {self._connect_timeout:g} s to connect, "
-                f"{self._stall_timeout:g} s for an answer)"
+            text += (
+                f" (`connect_timeout` is {self._connect_timeout:g} s, for its first answers "
+                f"`stall_timeout`, {self._stall_timeout:g} s)"
             )
         return BackendError(self._redacted(f"no connection to redis at {self.where}: {text}"))
 
@@ -153,7 +150,12 @@ class Server:
 
 
 class Servers(ABC):
-    """The servers that keep the keys together."""
+    """The servers that keep the keys together.
+
+    `in_doubt`: to be refreshed before anything else.
+    """
+
+    in_doubt = True
 
     @abstractmethod
     def of_each(self, names: Sequence[bytes]) -> dict[Server, list[int]]:
@@ -166,6 +168,11 @@ class Servers(ABC):
     @abstractmethod
     def all(self) -> list[Server]:
         """Those that keep names."""
+
+    def doubt(self) -> bool:
+        """Something went wrong. Whether that may be because who keeps what is not known (any
+        more)."""
+        return False
 
     @abstractmethod
     def refresh(self) -> None:
@@ -197,6 +204,7 @@ class OneServer(Servers):
             [reply] = wire.ask([(b"PING",)])
         if isinstance(reply, ErrorReply):
             raise self._server.refused(reply)
+        self.in_doubt = False
 
     def close(self) -> None:
         self._server.close()
@@ -222,12 +230,17 @@ class Cluster(Servers):
             slot = key_slot(name)
             index = bisect_right(starts, slot) - 1
             if index < 0 or slot > ranges[index][1]:
+                self.doubt()
                 raise BackendError(f"no node of the Cluster serves slot {slot}: see CLUSTER INFO")
             found.setdefault(ranges[index][2], []).append(position)
         return found
 
     def all(self) -> list[Server]:
         return list(dict.fromkeys(server for _, _, server in self._ranges))
+
+    def doubt(self) -> bool:
+        self.in_doubt = True
+        return True
 
     def refresh(self) -> None:
         for (host, _), server in self._servers.items():
@@ -259,6 +272,7 @@ class Cluster(Servers):
         left = [server for address, server in self._servers.items() if address not in servers]
         servers.setdefault(self._seed, self._servers[self._seed])
         self._servers, self._ranges = servers, sorted(ranges, key=itemgetter(0))
+        self.in_doubt = False
         for server in left:
             server.close_idle()
 
@@ -283,5 +297,5 @@ def _settings(options: RedisOptions) -> dict[str, Any]:
         options.url.get_secret_value()
     )
     if "path" not in settings:
-        settings.setdefault("port", 6379)
+        settings = {"port": 6379, "socket_keepalive": True} | settings
     return settings

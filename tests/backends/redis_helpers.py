@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import mmap
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -83,6 +83,13 @@ class Pages:
     def names(self, prefix: str = "tiered-cache:") -> list[str]:
         """As the server knows them."""
         return [f"{prefix}{self.record.scope.hex()}:{key.hex()}" for key in self.page_keys]
+
+    def some(self, indexes: Iterable[int]) -> Pages:
+        """A few of them."""
+        chosen = list(indexes)
+        return Pages(
+            self.record, [self.page_keys[i] for i in chosen], [self.rows[i] for i in chosen]
+        )
 
     def buffers(self) -> list[memoryview]:
         """One for each row, poisoned, inside one arena."""

@@ -14,8 +14,7 @@ class Proxy:
     """Passes bytes between clients and one port of the loopback. A context manager.
 
     Attributes may be set at any time, and hold for the answers of the server:
-    `chunk_bytes`: passed on at a time. `delay_s`: before each of them. `cut_after`: bytes of answers,
-    counted from when it is set, after which all connections are cut. `flow`: cleared, nothing is
+    `chunk_bytes`: passed on at a time. `delay_s`: before each of them. `flow`: cleared, nothing is
     passed on. `answered`: bytes of answers passed on so far; `connected`: connections so far.
     """
 
@@ -39,6 +38,7 @@ class Proxy:
         return f"redis://127.0.0.1:{self.port}"
 
     def cut_after(self, num_bytes: int) -> None:
+        """End all connections when so many more bytes of answers have been passed on."""
         self._cut_at = self.answered + num_bytes
 
     def __enter__(self) -> Proxy:
@@ -79,6 +79,8 @@ class Proxy:
             except OSError:
                 client.close()
                 continue
+            for end in (client, server):
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._lock:
                 self._sockets |= {client, server}
             open_ends = [2]

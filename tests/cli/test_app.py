@@ -135,6 +135,47 @@ def test_warnings_about_the_host_tier(run: Any, write: Any) -> None:
         ]
 
 
+STORED = f"{MODEL}device: {{tokens: 64}}\nhost: {{tokens: 1024}}\nstorage: {{backend: memory%s}}\n"
+
+
+def test_check_and_plan_of_storage(run: Any, write: Any) -> None:
+    """Which backend; how much it keeps is for its options to say. An object is a row."""
+    path = write(STORED % "")
+    assert run("check", path) == (0, f"{path}: fine\n", "")
+    code, out, err = run("plan", path)
+    assert (code, err) == (0, "")
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "storage memory full as its options say" in lines
+    assert "Rows in bytes (how a page lies in the host tier, and in storage)" in lines
+
+
+def test_check_says_what_the_backend_says_of_its_options(run: Any, write: Any) -> None:
+    """With the place, as for every other key; the value is not repeated."""
+    path = write(STORED % ", options: {max_size: hunter2, pth: hunter2}")
+    code, out, err = run("check", path)
+    assert (code, out) == (2, "")
+    assert err.splitlines() == [
+        f"{path}:4:48: storage.options.max_size: must be a whole number, not text",
+        f"{path}:4:57: storage.options.pth: unknown key (the keys here are max_size)",
+    ]
+
+
+def test_warnings_about_storage(run: Any, write: Any) -> None:
+    """Settings that contradict each other, though each is fine."""
+    path = write(
+        STORED % ", timeout: 0.5, prefetch: {threshold: 513}, backup: {max_pending: 28671}"
+    )
+    _, out, _ = run("check", path)
+    assert out.splitlines()[:-1] == [
+        "warning: storage.prefetch.threshold is 513, but prefetches may take half of the host tier "
+        "(512 tokens): nothing would be read",
+        "warning: storage.backup.max_pending is 28,671, less than a row (28,672 bytes): rows are "
+        "written one by one",
+        "warning: storage.breaker.slow is 1, not less than storage.timeout (0.5): a call that "
+        "takes so long has failed",
+    ]
+
+
 def test_plan_warns_of_a_host_tier_that_this_machine_cannot_hold(
     run: Any, write: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

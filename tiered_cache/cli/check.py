@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from tiered_cache.config import HostConfig
+    from tiered_cache.config import HostConfig, StorageConfig
 
 
 def check_config(path: Path, console: Console) -> None:
@@ -39,6 +39,8 @@ def warnings(config: Config, sizing: Sizing) -> Iterator[str]:
     yield from _unused_tokens("device", config.device.tokens, config.page_size)
     if config.host is not None:
         yield from _host_warnings(config.host, sizing)
+    if config.storage is not None:
+        yield from _storage_warnings(config.storage, sizing)
     if config.mode == "off":
         yield "mode is off: nothing is reused"
     if config.check:
@@ -72,6 +74,28 @@ def _host_warnings(host: HostConfig, sizing: Sizing) -> Iterator[str]:
                 f"{waste:.0%} of the host tier would hold no state but the header room and padding "
                 "of its rows: a larger page_size wastes less"
             )
+
+
+def _storage_warnings(storage: StorageConfig, sizing: Sizing) -> Iterator[str]:
+    host_pages = min((sizing.host_pages or {}).values(), default=0)
+    most = max(1, host_pages // 2) * sizing.page_size
+    threshold = storage.prefetch.threshold
+    if threshold > most:
+        yield (
+            f"storage.prefetch.threshold is {threshold:,}, but prefetches may take half of the "
+            f"host tier ({most:,} tokens): nothing would be read"
+        )
+    row = max(sizing.row_layout(part.id).stride for part in sizing.stack.components)
+    if storage.backup.max_pending < row:
+        yield (
+            f"storage.backup.max_pending is {storage.backup.max_pending:,}, less than a row "
+            f"({row:,} bytes): rows are written one by one"
+        )
+    if storage.breaker.slow >= storage.timeout:
+        yield (
+            f"storage.breaker.slow is {storage.breaker.slow:g}, not less than storage.timeout "
+            f"({storage.timeout:g}): a call that takes so long has failed"
+        )
 
 
 HIGH_WASTE: Final = 0.25

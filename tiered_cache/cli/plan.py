@@ -41,7 +41,7 @@ def show_plan(path: Path, console: Console) -> None:
     )
     console.print(pools_table(sizing))
     console.print(tiers_table(config, sizing))
-    console.print(rows_table(sizing))
+    console.print(rows_table(config, sizing))
     for text in (*warnings(config, sizing), *memory_warnings(config, sizing, available_bytes())):
         console.print(f"warning: {text}", markup=False, highlight=False, soft_wrap=True)
 
@@ -83,6 +83,9 @@ def tiers_table(config: Config, sizing: Sizing) -> Table:
             stride = sizing.row_layout(part.id).stride
             cells = _tier_cells(sizing, sizing.host_pages[part.id], stride)
             table.add_row("host", "memory", part.id, *cells)
+    if config.storage is not None:
+        for part in sizing.stack.components:
+            table.add_row("storage", config.storage.backend, part.id, "as its", "options say", "")
     if sizing.num_pages is not None and sizing.host_pages is not None:
         table.add_section()
         total = sizing.device_bytes + sizing.host_bytes
@@ -95,10 +98,11 @@ def _tier_cells(sizing: Sizing, num_pages: int, page_bytes: int) -> list[str]:
     return [f"{num_pages:,}", f"{tokens:,}", human_bytes(size)]
 
 
-def rows_table(sizing: Sizing) -> Table:
-    """How a page lies in a row of the host tier."""
+def rows_table(config: Config, sizing: Sizing) -> Table:
+    """How a page lies in a row of the host tier; an object in storage is the same row."""
     how = "would lie in a" if sizing.host_pages is None else "lies in the"
-    table = _table(f"Rows in bytes (how a page {how} host tier)", text=("row of",))
+    also = "" if config.storage is None else ", and in storage"
+    table = _table(f"Rows in bytes (how a page {how} host tier{also})", text=("row of",))
     for heading in ("slices", "slice", "header", "payload", "padding", "stride", "waste"):
         table.add_column(heading, justify="right", no_wrap=True)
     for component in sizing.stack.components:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from tiered_cache.config.marks import KeyPath, Marks, dotted
 from tiered_cache.config.schema import (
+    MAX_BYTES,
     MAX_BYTES_TEXT,
     SIZE_HINT,
     BackupConfig,
@@ -143,7 +144,7 @@ def _problem(
         case "greater_than_equal" | "greater_than":
             least = context["ge"] if "ge" in context else context["gt"] + 1
             message = f"must be {_number(least)} or more"
-        case "less_than_equal" | "less_than" if name in SIZES:
+        case "less_than_equal" if context["le"] == MAX_BYTES:
             message = f"must be {MAX_BYTES_TEXT} or less"
         case "less_than_equal" | "less_than":
             most = context["le"] if "le" in context else context["lt"] - 1

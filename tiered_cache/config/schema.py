@@ -369,7 +369,7 @@ class BreakerConfig(Section):
     """Seconds before it is tried again; doubled at every try that fails."""
     max_retry_after: PositiveSeconds = 30.0
     slow: PositiveSeconds = 1.0
-    """Seconds after which a batch that did come counts as a failure all the same."""
+    """Seconds. A backend whose calls take longer on average is reported as degraded."""
 
     @classmethod
     def cross_check(cls, given: Mapping[str, Any]) -> Iterator[CrossProblem]:

@@ -25,7 +25,7 @@ import numpy as np
 import redis
 
 from benchmarks.measure import Row
-from tiered_cache.jobs import DaemonExecutor, run_to_end, submit
+from tiered_cache.jobs import DaemonExecutor, run_to_end, submit, threads_ended
 from tiered_cache.storage import ReadResult, WriteResult
 from tiered_cache.storage.record import Arrivals, RecordFormat, fingerprint
 from tiered_cache_redis import RedisBackend, RedisOptions
@@ -108,7 +108,8 @@ async def _measure(port: int, turns: int) -> list[Row]:
                 bench.close()
     finally:
         await backend.aclose()
-        threads.executor.shutdown()
+        threads.executor.shutdown(wait=False)
+        await threads_ended([threads.executor], timeout=None)
     return rows
 
 

@@ -38,7 +38,7 @@ class Victim(NamedTuple):
 
 
 class Victims:
-    """The oldest objects of the last listing, oldest first. Held with the account."""
+    """The oldest objects of the last listing, oldest first. Taken while the account is held."""
 
     __slots__ = ("_low", "_oldest")
 
@@ -61,8 +61,9 @@ class Victims:
 
     def take(self, older_than: int) -> Victim | None:
         """The oldest, unless it is as new as that."""
-        if self._oldest and self._oldest[0].stamp < older_than:
-            return self._oldest.popleft()
+        oldest = self._oldest  # the same one throughout: a listing may end meanwhile
+        if oldest and oldest[0].stamp < older_than:
+            return oldest.popleft()
         return None
 
 

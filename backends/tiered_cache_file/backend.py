@@ -44,7 +44,7 @@ class FileBackend(StorageBackend):
     def __init__(self, directory: Directory, context: BackendContext) -> None:
         self._directory = directory
         self._context = context
-        self._listing = False
+        self._is_listing = False
         self._closed = False
 
     @classmethod
@@ -82,23 +82,30 @@ class FileBackend(StorageBackend):
         rows: Sequence[memoryview],
         arrived: Callable[[int, int], None] = ignore_arrivals,
     ) -> list[ReadResult]:
-        return await self._all(
-            self._directory.read, [(items, arrived) for items in self._parts(keys, rows)]
-        )
+        stamps = self._directory.room.clock.falling(len(keys))
+        parts = self._parts(keys, rows, stamps)
+        return await self._all(self._directory.read, [(items, arrived) for items in parts])
 
     async def write(
         self, keys: Sequence[ObjectKey], rows: Sequence[memoryview]
     ) -> list[WriteResult]:
-        parts = self._parts(keys, rows)
-        if not parts:
+        if not keys:
             return []
-        if self._directory.room.wants_listing and not self._listing:
-            self._listing = True
+        await self._list_in_time()
+        clock = self._directory.room.clock
+        stamps = clock.falling(len(keys))
+        parts = self._parts(keys, rows, stamps)
+        with clock.writing(stamps):
+            return await self._all(self._directory.write, [(items,) for items in parts])
+
+    async def _list_in_time(self) -> None:
+        """One call pays for it while the others go on. When nobody has, all would have to wait."""
+        if self._directory.room.wants_listing and not self._is_listing:
+            self._is_listing = True
             try:
                 await self._context.run(self._directory.room.list_all)
             finally:
-                self._listing = False
-        return await self._all(self._directory.write, [(items,) for items in parts])
+                self._is_listing = False
 
     async def delete(self, keys: Sequence[ObjectKey]) -> None:
         for start in range(0, len(keys), JOB_KEYS):
@@ -134,9 +141,10 @@ class FileBackend(StorageBackend):
         finally:
             self._directory.close()
 
-    def _parts(self, keys: Sequence[ObjectKey], rows: Sequence[memoryview]) -> list[list[Item]]:
+    def _parts(
+        self, keys: Sequence[ObjectKey], rows: Sequence[memoryview], stamps: range
+    ) -> list[list[Item]]:
         """A batch as jobs: for all threads, but none too large or too small."""
-        stamps = self._directory.room.clock.falling(len(keys))
         items = map(Item._make, zip(range(len(keys)), keys, rows, stamps, strict=True))
         share = -(-sum(map(len, rows)) // self._context.num_threads)
         return list(_divide(items, min(max(share, MIN_JOB_BYTES), JOB_BYTES)))

@@ -51,6 +51,10 @@ class Writing:
     def num_bytes(self) -> int:
         return len(self.item.row)
 
+    @property
+    def is_open(self) -> bool:
+        return self.result is None and self.error is None
+
 
 class Directory:
     """An open directory. Made in a thread, too.
@@ -118,22 +122,25 @@ class Directory:
     # --- writing ----------------------------------------------------------------------------------
 
     def write(self, items: Sequence[Item]) -> list[WriteResult]:
-        """Keep rows. Who goes for one has an older stamp, so the tail of a batch never takes the
-        place of its head.
+        """Keep rows, the first of them where there is not room for all.
 
         Raises:
             BackendError: the directory cannot be written to.
         """
         rows = [Writing(item) for item in items]
+        new: dict[ObjectKey, Writing] = {}  # a key may come twice
         try:
             for row in rows:
                 row.result = self._known(row.item)
-            new = [row for row in rows if row.result is None]
+                if row.result is None:
+                    new.setdefault(row.item.key, row)
             if new:
-                self._land(self._fill(new, self._space(new)))
-            for row in new:
-                if row.error is not None:
-                    row.result = self._failed(row.error)
+                self._write_new(list(new.values()))
+            for row in rows:
+                first = new.get(row.item.key, row)
+                if row is not first:
+                    again = first.result is WriteResult.WRITTEN
+                    row.result = WriteResult.EXISTS if again else first.result
             return [row.result or WriteResult.REFUSED for row in rows]
         finally:
             for row in rows:
@@ -147,9 +154,15 @@ class Directory:
         same = self.objects.num_bytes(item.key) == len(item.row)
         return WriteResult.EXISTS if same and self.objects.touch(item.key, item.stamp) else None
 
+    def _write_new(self, rows: Sequence[Writing]) -> None:
+        self._land(self._fill(rows, self._space(rows)))
+        for row in rows:
+            if row.error is not None:
+                row.result = self._failed(row.error)
+
     def _space(self, rows: Sequence[Writing]) -> int:
         """How many bytes of these can be written. Near the reserve, what comes is what goes."""
-        wanted, stamp = sum(row.num_bytes for row in rows), rows[-1].item.stamp
+        wanted = sum(row.num_bytes for row in rows)
         try:
             system = os.statvfs(self._root)
         except OSError as error:
@@ -159,7 +172,7 @@ class Directory:
         freed = 0
         for _ in self.room.rounds():
             with self.room.account.held() as usage:
-                while freed < wanted and (gone := self.room.evict(usage, stamp)) is not None:
+                while freed < wanted and (gone := self.room.evict(usage)) is not None:
                     freed += gone
             if freed >= wanted:
                 break
@@ -191,15 +204,27 @@ class Directory:
         for _ in self.room.rounds():
             with self.room.account.held() as usage:
                 counted = []
-                while waiting and self._count(usage, waiting[-1]):
+                while waiting and self._admit(usage, waiting[-1]):
                     counted.append(waiting.pop())
-                self._place(usage, counted)
+                self._place(usage, [row for row in counted if row.is_open])
             if not waiting:
                 break
 
-    def _count(self, usage: Usage, row: Writing) -> bool:
+    def _admit(self, usage: Usage, row: Writing) -> bool:
+        """Count it, if need be after others have gone. False: there is no room."""
         item = row.item
-        if not self.room.make(usage, row.num_bytes, item.stamp):
+        there = self.objects.num_bytes(item.key)
+        if there == row.num_bytes:  # somebody else was faster
+            self.objects.touch(item.key, item.stamp)
+            row.result = WriteResult.EXISTS
+            return True
+        if there is not None:
+            try:
+                self.room.remove(usage, item.key)
+            except OSError as error:
+                row.error = error
+                return True
+        if not self.room.make(usage, row.num_bytes):
             return False
         usage.add(bucket_of(item.key), row.num_bytes)
         return True
@@ -212,35 +237,26 @@ class Directory:
         except OSError as error:
             for row in rows:
                 row.error = error
-                usage.remove(bucket_of(row.item.key), row.num_bytes)
-            return
         for row in rows:
-            try:
-                replaced = self._place_one(row)
-            except OSError as error:
-                row.error = error
-                replaced = row.num_bytes
-            if replaced is not None:
-                usage.remove(bucket_of(row.item.key), replaced)
+            if row.is_open:
+                self._rename(row)
+            if row.error is not None:
+                usage.remove(bucket_of(row.item.key), row.num_bytes)
 
-    def _place_one(self, row: Writing) -> int | None:
-        """The bytes of what was there already, if anything was: the key is counted twice now."""
-        item = row.item
-        there = self.objects.num_bytes(item.key)
-        if there == row.num_bytes:  # somebody else was faster
-            self.objects.touch(item.key, item.stamp)
-            row.result = WriteResult.EXISTS
-            return there
+    def _rename(self, row: Writing) -> None:
         assert row.temporary is not None
-        path = self.objects.layout.path(item.key)
+        path = self.objects.layout.path(row.item.key)
         try:
-            os.rename(row.temporary, path)
-        except FileNotFoundError:
-            self.objects.layout.make_bucket(item.key)
-            os.rename(row.temporary, path)
-        row.temporary = None
-        row.result = WriteResult.WRITTEN
-        return there
+            try:
+                os.rename(row.temporary, path)
+            except FileNotFoundError:
+                self.objects.layout.make_bucket(row.item.key)
+                os.rename(row.temporary, path)
+        except OSError as error:
+            row.error = error
+        else:
+            row.temporary = None
+            row.result = WriteResult.WRITTEN
 
     def _failed(self, error: OSError) -> WriteResult:
         self._complain("write", error)
@@ -270,7 +286,7 @@ class Directory:
     def clear(self, scope: bytes, bucket: int) -> int:
         """Delete all that a scope has in this bucket; how many there were."""
         with self._deleting() as usage:
-            keys = [found.key for found in self.objects.in_bucket(scope, bucket)]
+            keys = [found.key for found in self.objects.in_bucket([scope], bucket)]
             num_gone = sum(self.room.remove(usage, key) is not None for key in keys)
             _remove_dir(self.objects.layout.bucket(scope, bucket))
             return num_gone

@@ -14,7 +14,7 @@ from tiered_cache.storage import ObjectInfo
 from tiered_cache_file.layout import key_of, scope_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from tiered_cache.storage import ObjectKey
     from tiered_cache_file.layout import Layout
@@ -79,31 +79,28 @@ class Objects:
             return []
         return [scope for name in names if (scope := scope_of(name)) is not None]
 
-    def in_bucket(self, scope: bytes, bucket: int) -> Iterator[Found]:
-        try:
-            listing = os.scandir(self.layout.bucket(scope, bucket))
-        except (FileNotFoundError, NotADirectoryError):
-            return
-        with listing:
-            for entry in listing:
-                key = key_of(scope, bucket, entry.name)
-                if key is None:
-                    continue
-                try:
-                    found = entry.stat(follow_symlinks=False)
-                except FileNotFoundError:
-                    continue
-                if stat.S_ISREG(found.st_mode):
-                    yield Found(key, found.st_size, found.st_mtime_ns)
+    def in_bucket(self, scopes: Iterable[bytes], bucket: int) -> Iterator[Found]:
+        for scope in scopes:
+            try:
+                listing = os.scandir(self.layout.bucket(scope, bucket))
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            with listing:
+                for entry in listing:
+                    key = key_of(scope, bucket, entry.name)
+                    if key is None:
+                        continue
+                    try:
+                        found = entry.stat(follow_symlinks=False)
+                    except FileNotFoundError:
+                        continue
+                    if stat.S_ISREG(found.st_mode):
+                        yield Found(key, found.st_size, found.st_mtime_ns)
 
-    def in_all_scopes(self, bucket: int) -> Iterator[Found]:
-        for scope in self.scopes():
-            yield from self.in_bucket(scope, bucket)
-
-    def num_names(self, bucket: int) -> int:
+    def num_names(self, scopes: Iterable[bytes], bucket: int) -> int:
         """At least as many as there are objects; much cheaper than looking at each."""
         total = 0
-        for scope in self.scopes():
+        for scope in scopes:
             try:
                 total += len(os.listdir(self.layout.bucket(scope, bucket)))
             except (FileNotFoundError, NotADirectoryError):
@@ -114,5 +111,5 @@ class Objects:
         now_ns = time.time_ns()
         return [
             ObjectInfo(found.key, found.num_bytes, max(0, now_ns - found.stamp) / 1e9)
-            for found in self.in_bucket(scope, bucket)
+            for found in self.in_bucket([scope], bucket)
         ]

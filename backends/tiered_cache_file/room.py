@@ -25,9 +25,8 @@ MAX_RECOUNTED: Final = 8
 """Buckets that one job counts again, at most: 2 ms each where there are 200,000 objects."""
 
 TRIMMED_AT_ONCE: Final = 256
-REST_AFTER_S: Final = 0.02
-"""Of a listing. A large one takes a second, and others want the lock meanwhile."""
-ANY_STAMP: Final = 1 << 63
+HELD_S: Final = 0.02
+"""By a listing, at a time. A large one takes a second, and others want the lock meanwhile."""
 
 
 class Room:
@@ -47,29 +46,30 @@ class Room:
         self._complain = complain
         self._victims = Victims()
         self._list_lock = threading.Lock()
-        self._num_listings = 0
+        self._num_listings = self._num_evicted = 0
         self._doubtful: set[int] = set()
         """Buckets that may hold less than the account says."""
 
     # --- while the account is held ----------------------------------------------------------------
 
-    def make(self, usage: Usage, num_bytes: int, stamp: int) -> bool:
-        """Have as many go as must, so that there is room for an object that is used at `stamp`.
-        False: there is nobody older who could go, as far as is known."""
+    def make(self, usage: Usage, num_bytes: int) -> bool:
+        """Have as many go as must, so that there is room. False: there is nobody who could go, as
+        far as is known."""
         while usage.num_bytes + num_bytes > self.max_size:
-            if self.evict(usage, stamp) is None:
+            if self.evict(usage) is None:
                 return False
         return True
 
-    def evict(self, usage: Usage, older_than: int) -> int | None:
+    def evict(self, usage: Usage) -> int | None:
         """The bytes of the one who had to go; None: nobody, as far as is known."""
-        while (victim := self._victims.take(older_than)) is not None:
+        while (victim := self._victims.take()) is not None:
             try:
                 gone = self.remove(usage, victim.key, victim.stamp)
             except OSError as error:
                 self._complain("evict", error)
                 continue
             if gone is not None:
+                self._num_evicted += 1
                 return gone
         return None
 
@@ -83,11 +83,14 @@ class Room:
     # --- by itself --------------------------------------------------------------------------------
 
     def rounds(self) -> Iterator[None]:
-        """Try twice, with a listing in between. Not while the account is held."""
+        """Try again after a listing, as long as that helps. Not while the account is held."""
         seen = self._num_listings
         yield
-        self.list_all(seen)
-        yield
+        num_evicted = -1
+        while num_evicted != self._num_evicted:
+            self.list_all(seen)
+            seen, num_evicted = self._num_listings, self._num_evicted
+            yield
 
     @property
     def wants_listing(self) -> bool:
@@ -100,26 +103,31 @@ class Room:
         with self._list_lock:
             if seen not in (None, self._num_listings):
                 return
+            settled = self.clock.settled()
             stamps: array[int] = array("q")
             keys: list[ObjectKey] = []
-            busy_since_s = time.monotonic()
-            for bucket in range(NUM_BUCKETS):
-                with self.account.held() as usage:
-                    self._count(usage, bucket, stamps, keys)
-                if time.monotonic() - busy_since_s > REST_AFTER_S:
-                    time.sleep(REST_S)
-                    busy_since_s = time.monotonic()
+            buckets = iter(range(NUM_BUCKETS))
+            while self._list_some(buckets, stamps, keys):
+                time.sleep(REST_S)
             self.clock.saw(max(stamps, default=0))
-            self._victims.listed(stamps, keys)
+            self._victims.listed(stamps, keys, settled)
             self._num_listings += 1
 
-    def _count(self, usage: Usage, bucket: int, stamps: array[int], keys: list[ObjectKey]) -> None:
-        num_bytes, num_before = 0, len(keys)
-        for found in self._objects.in_all_scopes(bucket):
-            keys.append(found.key)
-            stamps.append(found.stamp)
-            num_bytes += found.num_bytes
-        usage.counted(bucket, num_bytes, len(keys) - num_before)
+    def _list_some(self, buckets: Iterator[int], stamps: array[int], keys: list[ObjectKey]) -> bool:
+        """For as long as others can be kept waiting; whether there are more."""
+        with self.account.held() as usage:
+            scopes = self._objects.scopes()
+            until_s = time.monotonic() + HELD_S
+            for bucket in buckets:
+                num_before, num_bytes = len(keys), 0
+                for found in self._objects.in_bucket(scopes, bucket):
+                    keys.append(found.key)
+                    stamps.append(found.stamp)
+                    num_bytes += found.num_bytes
+                usage.counted(bucket, num_bytes, len(keys) - num_before)
+                if time.monotonic() > until_s:
+                    return True
+        return False
 
     def trim(self) -> None:
         """Down to the budget, which may have become smaller since the directory was last open."""
@@ -133,7 +141,7 @@ class Room:
             while num_gone < TRIMMED_AT_ONCE:
                 if usage.num_bytes <= self.max_size:
                     return False
-                if self.evict(usage, ANY_STAMP) is None:
+                if self.evict(usage) is None:
                     break
                 num_gone += 1
             else:
@@ -151,7 +159,9 @@ class Room:
         with self.account.held_if_free() as usage:
             if usage is None:
                 return
+            scopes = self._objects.scopes()
             for _ in range(min(MAX_RECOUNTED, len(self._doubtful))):
                 bucket = self._doubtful.pop()
-                if self._objects.num_names(bucket) != usage.num_objects_in(bucket):
-                    self._count(usage, bucket, array("q"), [])
+                if self._objects.num_names(scopes, bucket) != usage.num_objects_in(bucket):
+                    sizes = [found.num_bytes for found in self._objects.in_bucket(scopes, bucket)]
+                    usage.counted(bucket, sum(sizes), len(sizes))

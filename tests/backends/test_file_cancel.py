@@ -66,6 +66,7 @@ async def test_a_cancelled_write_leaves_whole_objects_or_none(tmp_path: Path) ->
             )
             await running(context, 2)
             writing.cancel()
+            await asyncio.sleep(0.02)
         with pytest.raises(asyncio.CancelledError):
             await writing
         assert len(object_files(tmp_path)) == store.stats().num_objects == 16

@@ -31,8 +31,6 @@ class TestFile(BackendTests):
 class TestFileDirect(TestFile):
     """Past the page cache, where the file system can: there is more than any memory holds."""
 
-    test_it_does_what_a_dictionary_does = None  # seconds, and it reads like the others
-
     @pytest.fixture(autouse=True)
     def no_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(backend, "memory_bytes", lambda: -1)

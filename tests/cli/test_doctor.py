@@ -287,15 +287,15 @@ def test_a_prefetch_limit_that_storage_cannot_keep_is_named(
 def test_a_disk_that_is_smaller_than_what_storage_may_keep_is_named(
     examine: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """For backends that have a path and a limit."""
+    """For backends that have a path and a limit; what they have taken already counts."""
 
     class OnDisk(MemoryOptions):
         path: str
 
     monkeypatch.setattr(MemoryBackend, "Options", OnDisk)
     path = f"{tmp_path}/not/yet"
-    for size, is_named in ((512 << 40, True), (1, False)):
+    for size, is_named in ((512 << 40, True), (20_000_000, False)):
         options = f"options: {{path: {path}, max_size: {size}}}"
         text = MODEL + TIERS + STORAGE.replace("memory,", f"memory, {options},")
         _, out, _ = examine(text)
-        assert ("storage.options.max_size is 512 TiB, and the disk has" in out) is is_named
+        assert ("storage may take 512 TiB more, and its disk has" in out) is is_named

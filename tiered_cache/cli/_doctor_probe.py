@@ -29,7 +29,7 @@ from tiered_cache.transfer.copier import Direction
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 
-    from tiered_cache.storage import ObjectKey
+    from tiered_cache.storage import BackendStats, ObjectKey
     from tiered_cache.types import PageIds
 
 T = TypeVar("T")
@@ -60,12 +60,13 @@ class Speed:
 
 @dataclass(slots=True)
 class Measured:
-    """`ask_s`: what it takes to learn that storage has not a page. `ailments`: what went wrong and
-    what to do about it."""
+    """`ask_s`: what it takes to learn that storage has not a page. `stats`: of the storage, before
+    anything was written. `ailments`: what went wrong and what to do about it."""
 
     num_pages: int
     store: Speed | None = None
     load: Speed | None = None
+    stats: BackendStats | None = None
     ask_s: float | None = None
     write: Speed | None = None
     read: Speed | None = None
@@ -161,7 +162,8 @@ def _speed(one_s: float, all_s: float, num_pages: int, page_bytes: int, page_siz
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The rows of one component, sealed for a scope that nobody else has."""
+    """The rows of one component, sealed for a scope that no cache has, under keys that nobody
+    has."""
 
     record: RecordFormat
     rows: list[memoryview]
@@ -195,6 +197,7 @@ async def _measure_storage(plan: Plan, parts: Parts, measured: Measured) -> None
     ]
     try:
         async with open_stored(plan, needs_scan=False) as stored:
+            measured.stats = stored.backend.stats()
             for arena in parts.arenas:
                 await stored.ask(stored.backend.register_memory(arena.rows.data.cast("B")))
             async with _removed_afterwards(stored, sets, measured):
@@ -208,7 +211,8 @@ async def _measure_storage(plan: Plan, parts: Parts, measured: Measured) -> None
 
 
 def _throw_away(record: RecordFormat) -> RecordFormat:
-    identity = fingerprint({"doctor": secrets.token_hex(16)})
+    """A scope that no cache has; always the same one, for backends that keep a place for each."""
+    identity = fingerprint({"doctor": record.identity.hex()})
     return RecordFormat(record.component, identity, record.row_bytes, record.payload_end)
 
 

@@ -84,15 +84,17 @@ def test_from_du_to_clear(directory: Path, write: Callable[[str], Path]) -> None
 
     code, out = run("storage", "du", path)
     assert code == 0
-    assert any("full 3 12 KiB" in line for line in lines(out))
-    assert any("another's 2 8 KiB" in line for line in lines(out))
+    assert any("full 3 24 KiB" in line for line in lines(out))
+    assert any("another's 2 16 KiB" in line for line in lines(out))
     assert out.endswith("of the 1 GiB that it may keep.\n")
 
     code, out = run("storage", "ls", path, "--prefix", "02")
-    assert (code, lines(out)[0].partition(" 4 KiB")[0]) == (0, f"{'02' * 20} full")
+    assert (code, lines(out)[0].partition(" 8 KiB")[0]) == (0, f"{'02' * 20} full")
 
-    assert run("storage", "verify", path) == (0, "3 objects read, 12 KiB: 0 wrong\n")
-    (spoiled,) = (file for file in objects(directory) if "0101" in file.name)
+    assert run("storage", "verify", path) == (0, "3 objects read, 24 KiB: 0 wrong\n")
+    (scope,) = plan_storage(path, 1).scopes
+    own = [str(file) for file in objects(directory) if scope.hex() in str(file)]
+    spoiled = Path(next(file for file in own if "0101" in file))
     contents = bytearray(spoiled.read_bytes())
     contents[700] ^= 1
     spoiled.write_bytes(contents)
@@ -100,11 +102,11 @@ def test_from_du_to_clear(directory: Path, write: Callable[[str], Path]) -> None
     assert code == 1
     assert f"{'01' * 32}  full: does not match its checksum\n" in out
     code, out = run("storage", "verify", path, "--delete")
-    assert (code, out.splitlines()[-1]) == (0, "3 objects read, 12 KiB: 1 wrong (1 removed)")
+    assert (code, out.splitlines()[-1]) == (0, "3 objects read, 24 KiB: 1 wrong (1 removed)")
     assert len(objects(directory)) == 4
 
     code, out = run("storage", "gc", path, "--yes")
-    assert (code, out.splitlines()[-1]) == (0, "Removed: 2 objects, 8 KiB.")
+    assert (code, out.splitlines()[-1]) == (0, "Removed: 2 objects, 16 KiB.")
     assert run("storage", "clear", path, "--yes") == (0, "full: 2 objects removed\n")
     assert objects(directory) == []
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 from rich.console import Console
 
-from benchmarks import copies, lateness, lease, report, scaling, trace, tree
+from benchmarks import copies, lateness, lease, redis_store, report, scaling, trace, tree
 from benchmarks.measure import server_gc
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ class Bench(StrEnum):
     SCALING = "scaling"
     COPIES = "copies"
     LATENESS = "lateness"
+    REDIS = "redis"
     TRACE = "trace"
 
 
@@ -70,6 +71,7 @@ def main(
         Bench.SCALING: lambda: scaling.run(repeat, full=full, quick=quick),
         Bench.COPIES: lambda: copies.run(repeat, quick=quick),
         Bench.LATENESS: lambda: lateness.run(repeat, quick=quick),
+        Bench.REDIS: lambda: redis_store.run(repeat, quick=quick),
     }
     if trace_path is not None:
         works[Bench.TRACE] = lambda: trace.run(trace_path, repeat, limit=limit)

@@ -75,6 +75,10 @@ LIMITS: Final = (
     ),
     Limit("lateness", "transfers", "added_p99_ms", 1),
     Limit("lateness", "model, transfers", "model_x", 1.2),
+    *(
+        Limit("redis", f"{size} rows, read", "client_x", 0.9, at_least=True)
+        for size in ("64 KiB", "256 KiB", "2 MiB")
+    ),
     Limit("trace", "10,000 blocks", "hit_rate", 0.207, at_least=True),
     Limit("trace", "50,000 blocks", "hit_rate", 0.354, at_least=True),
 )

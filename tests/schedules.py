@@ -23,7 +23,7 @@ import contextlib
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
@@ -48,6 +48,7 @@ from tiered_cache import (
 )
 from tiered_cache.layers import NO_LOADS
 from tiered_cache.observe import Event, EventKind
+from tiered_cache.page_table import PageTable
 from tiered_cache.pools.allocator import PageAllocator
 from tiered_cache.testing.awaits import assert_nothing_left
 from tiered_cache.testing.loop import HANG, DeterministicLoop, SeededExecutor, SeededJob
@@ -55,6 +56,7 @@ from tiered_cache.testing.oracle import ByteOracle, OracleModel, path_tokens
 from tiered_cache.transfer import copier
 from tiered_cache.transfer.copier import Direction
 from tiered_cache.transfer.cpu import CpuCopier
+from tiered_cache.tree.node import BASE
 from tiered_cache.types import EvictParams, PageIds, Tier
 from tiered_cache.write_policies import Turn, WriteBack, WriteThrough
 
@@ -580,7 +582,7 @@ class Schedule:
 
     async def _pipeline(self, lease: Lease, chunk: Chunk, model: Callable[..., Any]) -> None:
         """The next chunk is asked for, and queued, while the first is being computed."""
-        runs = [self.loop.create_task(lease.run(model, chunk))]
+        runs = [self.loop.create_task(self._run_when_ready(lease, model, chunk))]
         try:
             await asyncio.sleep(0)
             if chunk.stop < len(lease) and lease.frontier == chunk.stop:
@@ -589,7 +591,8 @@ class Schedule:
                     self._check_chunk(lease, second)
                     await lease.ready()
                     self.meet("runs queued behind their own")
-                    work = lease.run(self._model_for(lease, second), second)
+                    model = self._model_for(lease, second)
+                    work = self._run_when_ready(lease, model, second)
                     runs.append(self.loop.create_task(work))
                     await asyncio.sleep(0)
                     if lease.is_running and self.draws.random() < 0.5:
@@ -601,6 +604,12 @@ class Schedule:
                 if not run.done():
                     run.cancel()
             await _all_ended(runs)
+
+    async def _run_when_ready(self, lease: Lease, model: Callable[..., Any], chunk: Chunk) -> None:
+        """Looks in the step in which the run begins, too: a run or a load that has ended meanwhile
+        may have changed the prefix to what another's device has not written."""
+        await lease.ready()
+        await lease.run(model, chunk)
 
     async def _pair(self, tokens: list[int], salt: str) -> None:
         """Two leases that are computed in batches and grow together."""
@@ -851,13 +860,8 @@ class Schedule:
             assert known in self._published, f"{node!r} was never published"
         for lease in self.controller.all_leases():
             if not lease.closed and not self._is_stale(lease):
-                self._prove_lease(lease)
+                prove_lease(self.oracle, lease, self.unwritten)
         self._prove_found()
-
-    def _prove_lease(self, lease: Lease) -> None:
-        stop = lease.computed if lease._load is None or lease._load.is_over else lease.committed
-        if stop and not self.unwritten.intersection((lease.slots("full", 0, stop) // P).tolist()):
-            self.oracle.verify(lease, lease.key, 0, stop)
 
     def _prove_found(self) -> None:
         """While nothing was dropped, everything that was published is on one of the tiers."""
@@ -889,6 +893,35 @@ class Schedule:
             assert pool.unspent == 0
         for node in tree.nodes():
             assert node.data[0].pending is None, node
+
+
+def prove_lease(oracle: ByteOracle, lease: Lease, unwritten: Collection[int] = ()) -> None:
+    """The bytes that a lease has are right, where it stands and where its run reads them.
+
+    A table does not change under a run (semantics §11.1). So the lease may hold what others have
+    published while its table still names a load's pages, which are coming, or have gone home with
+    a load that failed: the run waits for each layer, and hears of it (§9.9).
+    """
+    assert lease.is_running or not lease._canonical, f"{lease!r} names what its runs were given"
+    load = lease._load
+    stop = lease.computed if load is None or load.is_over else lease.committed
+    spans = [(_named_without_runs(lease), stop)]
+    if lease._canonical and not (load is not None and load.has_failed):
+        coming = [ours.start for ours in load._using if not ours.is_complete] if load else []
+        spans.append((lease.table, min((stop, *coming))))
+    for table, end in spans:
+        slots = table.slots(BASE, 0, end)
+        if end and not set(unwritten).intersection((slots // P).tolist()):
+            oracle.verify(Slots(slots), lease.key, 0, end)
+
+
+def _named_without_runs(lease: Lease) -> PageTable:
+    """What the table of a lease is to name when its runs have ended."""
+    table = PageTable(1, P)
+    table.write(0, [lease.table.ids[BASE][: lease.table.num_pages]])
+    for first, pages in lease._canonical:
+        table.write(first, [pages[BASE]])
+    return table
 
 
 def _tokens(name: int, stop: int) -> list[int]:

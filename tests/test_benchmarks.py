@@ -13,7 +13,18 @@ import torch
 from typer import Typer
 from typer.testing import CliRunner
 
-from benchmarks import copies, lateness, lease, limits, measure, report, scaling, trace, tree
+from benchmarks import (
+    copies,
+    lateness,
+    lease,
+    limits,
+    measure,
+    redis_store,
+    report,
+    scaling,
+    trace,
+    tree,
+)
 from benchmarks.__main__ import main
 from benchmarks.workloads import Chat, Eviction, FanOut, LongContext, Trace, calibrate
 
@@ -125,6 +136,17 @@ def test_lateness_is_measured_with_and_without_transfers_and_a_model() -> None:
     assert [row.figures["moved_gb_per_s"] > 0 for row in rows] == [False, True, False, True]
     assert {limit for row in rows for limit in limits.limits_for(row)} == {
         limit for limit in limits.LIMITS if limit.bench == "lateness"
+    }
+
+
+def test_a_redis_server_is_read_and_written_with_rows_of_three_lengths() -> None:
+    rows = redis_store.run(1, quick=True)
+    assert [row.line for row in rows] == [
+        f"{size} rows, {way}" for size in redis_store.ROW_BYTES for way in ("read", "write")
+    ]
+    assert all(value > 0 for row in rows for value in row.figures.values())
+    assert {limit for row in rows for limit in limits.limits_for(row)} == {
+        limit for limit in limits.LIMITS if limit.bench == "redis"
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 
 import numpy as np
 import pytest
@@ -131,6 +132,35 @@ async def test_a_match_hands_the_fence_over() -> None:
         await stranger.ready()
         for each in (lease, other, stranger):
             each.close()
+
+
+async def test_the_end_of_a_run_may_change_what_is_ready() -> None:
+    """A commit that waited for it takes over what another has published, and its device has not
+    written: whoever has asked before asks again in the step in which the next run begins."""
+    async with rig() as r:
+        lease = await r.lease(A)
+        gate = threading.Event()
+        r.at_exit(gate.set)
+        chunk = lease.allocate(12)
+        run = start(lease.run(lambda chunk: gate.wait(5.0), chunk))
+        await turns()
+        assert lease.commit(chunk) == 0
+        other = await r.lease(A)
+        published, written = other.allocate(12), asyncio.Event()
+        other.commit(published, ready=written)
+        await lease.ready()
+        gate.set()
+        await run
+        assert lease.pages["full"][:3].tolist() == other.pages["full"][:3].tolist()
+        waiting = start(lease.ready())
+        await turns()
+        assert not waiting.done()
+        r.oracle.write(published, other.key, 0, 12)
+        written.set()
+        await waiting
+        await r.compute(lease)
+        lease.close()
+        other.close()
 
 
 async def test_a_fence_that_fails_resets_the_cache(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,12 +4,14 @@ time."""
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 
-from tests.lease_helpers import P, chunk_of, rig, seq, start, turns
-from tests.tier_helpers import store, tiers
-from tiered_cache import ClosedError, StaleError
+from tests.lease_helpers import P, Rig, chunk_of, rig, seq, start, turns
+from tests.schedules import prove_lease
+from tests.tier_helpers import store, tiers, transfers
+from tiered_cache import Chunk, ClosedError, Lease, LoadFailed, StaleError
 from tiered_cache.layers import LayerProgress, stale_load
 
 A, B, C = seq("A", 25), seq("B", 25), seq("C", 25)
@@ -160,3 +162,86 @@ async def test_an_engines_request_ends_without_a_word_after_a_reset() -> None:
             r.check()
             r.cache.cache_finished_req(request, is_insert)
             assert (r.pool.free, r.pool.quarantined) == (8, 0)
+
+
+async def _published_by_another(r: Rig, tokens: list[int]) -> Lease:
+    """A lease that has computed a prompt itself, although the host has it, and publishes it."""
+    lease = await r.lease(tokens, load_timeout=0.0)
+    chunk = await chunk_of(lease)
+    r.oracle.write(chunk, lease.key, chunk.start, chunk.stop)
+    lease.commit(chunk)
+    return lease
+
+
+async def test_a_run_above_a_load_that_fails_counts_for_nothing() -> None:
+    """Seed 1796037447896: the lease held what another had published, and its table still named the
+    load's pages, which had gone home, for the run that was to hear of it. The schedules read them
+    there, and took them for wrong bytes."""
+    async with tiers(32) as (r, copies):
+        await store(r, copies, A)
+        lease = await r.lease(A + B[:8], layerwise=True)
+        gate = threading.Event()
+        r.at_exit(gate.set)
+
+        def model(chunk: Chunk) -> None:
+            gate.wait(5.0)
+            lease.layers.wait(0)
+
+        runs = [start(lease.run(model, chunk := await chunk_of(lease)))]
+        await turns()
+        other = await _published_by_another(r, A)
+        copies.fails = lambda job: True
+        await copies.all()
+        r.spoil_free_pages()
+        assert (lease.committed, lease.is_running) == (24, True)
+        assert set(lease.pages["full"][:6]) <= set(r.cache._parts.allocators[0].free_ids())
+        prove_lease(r.oracle, lease)
+        r.check()
+        lease.append(0)
+        await chunk_of(lease)  # handed out now, it takes nothing from what the runs wait for
+        runs.append(start(lease.run(model, chunk)))
+        await turns()
+        gate.set()
+        for run in runs:
+            with pytest.raises(LoadFailed):
+                await run
+        assert lease.pages["full"][:6].tolist() == other.pages["full"][:6].tolist()
+        assert (lease.computed, lease.committed) == (24, 24)
+        with pytest.raises(StaleError, match="truncated away"):
+            lease.commit(chunk)
+        prove_lease(r.oracle, lease)
+        await r.compute(lease)
+        assert lease.committed == 32
+        r.check()
+        lease.close()
+        other.close()
+        await copies.all()
+
+
+async def test_a_lease_may_hold_what_its_run_still_waits_for() -> None:
+    """The same, and nothing fails: the upper of two loads ends when another has published all."""
+    async with tiers(32) as (r, copies):
+        await store(r, copies, A)
+        r.spoil_free_pages()
+        upper = await r.lease(A[:13], layerwise=True)
+        lease = await r.lease(A + B[:8], layerwise=True)
+
+        def model(chunk: Chunk) -> list[int]:
+            lease.layers.wait(0)
+            return r.model(chunk)
+
+        run = start(lease.run(model, await chunk_of(lease)))
+        await turns()
+        other = await _published_by_another(r, A)
+        await copies.one()
+        assert [(load.start, load.depth) for load in transfers(r)] == [(12, 24)]
+        assert (lease.committed, lease.is_running) == (24, True)
+        prove_lease(r.oracle, lease)
+        r.check()
+        await copies.all()
+        assert await run == [33]
+        prove_lease(r.oracle, lease)
+        r.check()
+        for held in (upper, lease, other):
+            held.close()
+        await copies.all()

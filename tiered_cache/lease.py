@@ -12,6 +12,8 @@ Ownership by position (semantics §11.1), in tokens:
       held by a lock  coming       written       not written yet
 
 There is something between `committed` and `loaded` only while a layer-wise load is under way.
+The table does not change under a run: below `committed`, too, it names what the run was given until
+the run has ended. Of a load that is not complete, that is nothing to read without a layer wait.
 """
 
 from __future__ import annotations
@@ -608,7 +610,8 @@ class Lease:
     async def ready(self) -> None:
         """Until all of the prefix is written (see `commit`): for a device that may read it before.
 
-        Not needed where the same stream writes and reads.
+        Ask in the step in which a run begins: a run or a load that ends may change the prefix. Not
+        needed where the same stream writes and reads.
 
         Raises:
             StaleError: a `reset()` came between.

@@ -21,6 +21,7 @@ TESTS: Final = "tests/test_transfers.py::"
 LOAD_BACK: Final = "tests/test_load_back.py::"
 POLICY_TESTS: Final = "tests/test_write_policies.py::"
 LAYER_TESTS: Final = "tests/test_layers.py::"
+FOUND: Final = "tests/test_found_by_schedules.py::"
 FENCE_TESTS: Final = "tests/test_fences.py::"
 ACCOUNT_TESTS: Final = "tests/test_accounts.py::"
 MOVER_TESTS: Final = "tests/transfer/test_mover.py::"
@@ -338,6 +339,42 @@ MUTANTS: Final = [
         old="                self._deferred = 0  # it stands on pages that may never come",
         new="                pass",
         test=LAYER_TESTS + "test_closing_discards_a_commit_above_a_load",
+    ),
+    Mutant(
+        id="a-table-goes-on-naming-what-its-run-was-given",
+        rule="§11.1",
+        harm="pages that have gone home are read as the prefix: wrong bytes",
+        file=LEASE,
+        old="            return\n        self._name_canonical()\n",
+        new="            return\n",
+        test=FOUND + "test_a_lease_may_hold_what_its_run_still_waits_for",
+    ),
+    Mutant(
+        id="a-table-changes-under-a-run",
+        rule="§11.1",
+        harm="a model reads half of a table that is being written: wrong bytes",
+        file=LEASE,
+        old="        if self._num_runs:  # of a load",
+        new="        if False:  # of a load",
+        test=FOUND + "test_a_run_above_a_load_that_fails_counts_for_nothing",
+    ),
+    Mutant(
+        id="a-chunk-from-above-a-load-that-failed-is-published",
+        rule="§9.9",
+        harm="what was computed on state that never came is shared: wrong bytes",
+        file=LEASE,
+        old="        self._cuts = [*self._cuts, self.committed]\n",
+        new="",
+        test=FOUND + "test_a_run_above_a_load_that_fails_counts_for_nothing",
+    ),
+    Mutant(
+        id="a-run-that-begins-after-the-failure-waits-for-nothing",
+        rule="§9.9",
+        harm="it reads pages that have gone home: wrong bytes",
+        file=PREFIX,
+        old="        return not (self._using or self.has_failed)",
+        new="        return not self._using",
+        test=FOUND + "test_a_run_above_a_load_that_fails_counts_for_nothing",
     ),
     Mutant(
         id="layer-waits-block-the-loop",

@@ -71,9 +71,9 @@ class ObjectInfo:
 
 class BackendOptions(BaseModel):
     """Base of a backend's own settings, the `options:` of a configuration: frozen, strict, and an
-    unknown key is an error."""
+    unknown key is an error. Errors do not show values: a password may be among them."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, hide_input_in_errors=True)
 
 
 class BackendContext(Protocol):

@@ -16,26 +16,30 @@ from typing import TYPE_CHECKING, Any, Final
 
 import xxhash
 
-from tiered_cache.storage.backend import SCOPE_BYTES, ObjectKey
+from tiered_cache.storage.backend import KEY_BYTES, SCOPE_BYTES, ObjectKey
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 FORMAT_VERSION: Final = 1
-"""Raised with every change of header or row. Part of the fingerprint, so an old object is a miss,
-and never misread."""
+"""Raised with every change of header or row. Part of the fingerprint, and so of an object's name:
+what an older version has kept is a miss, and never misread. See docs/page-format.md."""
 
 MAGIC: Final = b"TCROW\r\n\x1a"
 """The line end breaks when somebody transfers an object as text."""
 
 HEADER: Final = struct.Struct("<8sII16s32s32sQQH")
 """Magic, version, where the payload begins, checksum, fingerprint, page key, where the payload
-ends, length of the row, length of the component's id (which follows)."""
+ends, length of the row, length of the component's id (which follows; then zeros)."""
 
+CHECKSUM: Final = slice(16, 32)
 PAYLOAD_START: Final = 512
-CHECKED_FROM: Final = 32
-"""The checksum covers everything from here, behind itself, to the payload's end."""
+CHECKED_FROM: Final = CHECKSUM.stop
+"""The checksum covers everything from here to the payload's end, gaps between slices included. What
+stands before it has one right value."""
 
+IDENTITY_BYTES: Final = 32
+PAGE_KEY_BYTES: Final = KEY_BYTES - SCOPE_BYTES
 MAX_COMPONENT_BYTES: Final = 256
 PIECE_BYTES: Final = 256 << 10
 """Checked in pieces that are still in the processor's cache (reference §2)."""
@@ -64,6 +68,8 @@ class RecordFormat:
             raise ValueError(f"a payload of [{PAYLOAD_START}:{payload_end}) in {row_bytes} bytes")
         if len(component.encode()) > MAX_COMPONENT_BYTES:
             raise ValueError(f"component id of more than {MAX_COMPONENT_BYTES} bytes")
+        if len(identity) != IDENTITY_BYTES:
+            raise ValueError(f"an identity of {len(identity)} bytes, not {IDENTITY_BYTES}")
         self.component = component
         self.identity = identity
         self.row_bytes = row_bytes
@@ -75,26 +81,22 @@ class RecordFormat:
 
     def seal(self, row: memoryview, page_key: bytes) -> None:
         """Write the header into a row: from now on it is an object."""
-        row[:PAYLOAD_START] = bytes(PAYLOAD_START)
-        self._write(row, page_key, bytes(16))
-        self._write(row, page_key, xxhash.xxh3_128_digest(row[CHECKED_FROM : self.payload_end]))
-
-    def _write(self, row: memoryview, page_key: bytes, checksum: bytes) -> None:
+        if len(row) != self.row_bytes or len(page_key) != PAGE_KEY_BYTES:
+            raise ValueError(f"a row of {len(row)} bytes under a key of {len(page_key)}")
         name = self.component.encode()
-        HEADER.pack_into(
-            row,
-            0,
+        header = HEADER.pack(
             MAGIC,
             FORMAT_VERSION,
             PAYLOAD_START,
-            checksum,
+            bytes(16),
             self.identity,
             page_key,
             self.payload_end,
             self.row_bytes,
             len(name),
         )
-        row[HEADER.size : HEADER.size + len(name)] = name
+        row[:PAYLOAD_START] = (header + name).ljust(PAYLOAD_START, b"\0")
+        row[CHECKSUM] = Arrival(self, row, page_key).checksum()
 
     def check(self, row: memoryview, page_key: bytes) -> str | None:
         """What is wrong with a row that was read, in words; None when it is what it says it is."""
@@ -122,10 +124,16 @@ class Arrival:
             self._hash.update(self._row[self._upto : upto])
             self._upto = upto
 
+    def checksum(self) -> bytes:
+        """Of the row as it is, all of which is there."""
+        self.arrived(self._format.payload_end)
+        return self._hash.digest()
+
     def verdict(self) -> str | None:
         """All bytes are there: what is wrong with them, or None."""
-        self.arrived(self._format.payload_end)
         record = self._format
+        if len(self._row) != record.row_bytes:
+            return "is of another length"
         magic, version, start, checksum, identity, page_key, end, length, name_bytes = (
             HEADER.unpack_from(self._row)
         )
@@ -133,17 +141,17 @@ class Arrival:
             return "is not a row"
         if version != FORMAT_VERSION:
             return f"is of format {version}, not {FORMAT_VERSION}"
-        if checksum != self._hash.digest():
+        if (start, end, length) != (PAYLOAD_START, record.payload_end, record.row_bytes):
+            return "is of another length"  # and its checksum is one of other bytes
+        if checksum != self.checksum():
             return "does not match its checksum"
+        # Written so: what follows is no accident on the way.
         if identity != record.identity:
             return "is of another model or layout"
         if page_key != self._page_key:
             return "is another page"
-        name = bytes(self._row[HEADER.size : HEADER.size + name_bytes])
-        if name != record.component.encode():
+        if self._row[HEADER.size : HEADER.size + name_bytes] != record.component.encode():
             return "is of another component"
-        if (start, end, length) != (PAYLOAD_START, record.payload_end, record.row_bytes):
-            return "is of another length"
         return None
 
 

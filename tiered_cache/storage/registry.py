@@ -40,7 +40,7 @@ def load_backend(name: str) -> type[StorageBackend]:
     point = found[0]
     try:
         backend = point.load()
-    except (ImportError, AttributeError) as error:  # also a shared library that is missing
+    except Exception as error:  # somebody else's module: whatever stops it
         raise BackendError(f"backend {name!r} cannot be imported: {error}") from error
     if not (isinstance(backend, type) and issubclass(backend, StorageBackend)):
         raise BackendError(f"backend {name!r} is {point.value}, which is not a StorageBackend")

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,12 +40,12 @@ def write(tmp_path: Path, directory: Path) -> Callable[[str], Path]:
     return write
 
 
-def run(*arguments: object) -> tuple[int, str]:
-    """In a process of its own; exit code, and all that was printed."""
+def in_a_process_of_its_own(*arguments: object) -> tuple[int, str]:
+    """Exit code, and what was printed."""
     script = "from tiered_cache.cli.app import main; main()"
     command = [sys.executable, "-c", script, *map(str, arguments)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.returncode, done.stdout + done.stderr
+    return done.returncode, done.stdout
 
 
 def keep(path: Path, num_objects: int) -> None:
@@ -75,61 +76,62 @@ def lines(text: str) -> list[str]:
     return [" ".join(line.split()) for line in text.splitlines()]
 
 
-def test_from_du_to_clear(directory: Path, write: Callable[[str], Path]) -> None:
-    """What one process writes another shows, checks and removes."""
+def test_from_du_to_clear(run: Any, directory: Path, write: Callable[[str], Path]) -> None:
+    """What one process writes another shows; and it is checked and removed."""
     path, old = write("r7"), write("r6")
     keep(path, 3)
     keep(old, 2)
     assert len(objects(directory)) == 5
 
-    code, out = run("storage", "du", path)
+    code, out = in_a_process_of_its_own("storage", "du", path)
     assert code == 0
     assert any("full 3 24 KiB" in line for line in lines(out))
     assert any("another's 2 16 KiB" in line for line in lines(out))
     assert out.endswith("of the 1 GiB that it may keep.\n")
 
-    code, out = run("storage", "ls", path, "--prefix", "02")
+    code, out, _ = run("storage", "ls", path, "--prefix", "02")
     assert (code, lines(out)[0].partition(" 8 KiB")[0]) == (0, f"{'02' * 20} full")
 
-    assert run("storage", "verify", path) == (0, "3 objects read, 24 KiB: 0 wrong\n")
+    assert run("storage", "verify", path) == (0, "3 objects read, 24 KiB: 0 wrong\n", "")
     (scope,) = plan_storage(path, 1).scopes
     own = [str(file) for file in objects(directory) if scope.hex() in str(file)]
     spoiled = Path(next(file for file in own if "0101" in file))
     contents = bytearray(spoiled.read_bytes())
     contents[700] ^= 1
     spoiled.write_bytes(contents)
-    code, out = run("storage", "verify", path)
+    code, out, _ = run("storage", "verify", path)
     assert code == 1
     assert f"{'01' * 32}  full: does not match its checksum\n" in out
-    code, out = run("storage", "verify", path, "--delete")
+    code, out, _ = run("storage", "verify", path, "--delete")
     assert (code, out.splitlines()[-1]) == (0, "3 objects read, 24 KiB: 1 wrong (1 removed)")
     assert len(objects(directory)) == 4
 
-    code, out = run("storage", "gc", path, "--yes")
+    code, out, _ = run("storage", "gc", path, "--yes")
     assert (code, out.splitlines()[-1]) == (0, "Removed: 2 objects, 16 KiB.")
-    assert run("storage", "clear", path, "--yes") == (0, "full: 2 objects removed\n")
+    assert run("storage", "clear", path, "--yes") == (0, "full: 2 objects removed\n", "")
     assert objects(directory) == []
 
 
-def test_the_doctor_leaves_no_object(directory: Path, write: Callable[[str], Path]) -> None:
+def test_the_doctor_leaves_no_object(
+    run: Any, directory: Path, write: Callable[[str], Path]
+) -> None:
     """It has written and read real files."""
-    code, out = run("doctor", write("r7"))
+    code, out, _ = run("doctor", write("r7"))
     assert code == 0
     assert any(line.startswith("storage (file) → host") for line in lines(out))
     assert objects(directory) == []
 
 
 def test_a_directory_that_cannot_be_used_is_explained(
-    directory: Path, write: Callable[[str], Path]
+    run: Any, directory: Path, write: Callable[[str], Path]
 ) -> None:
     """By the commands with exit code 1, and by the doctor beside the figures of the host."""
     directory.write_text("a file")
     path = write("r7")
-    code, out = run("storage", "du", path)
-    assert code == 1
-    assert out.startswith("storage: ")
-    assert "Traceback" not in out
-    code, out = run("doctor", path)
+    code, out, err = run("storage", "du", path)
+    assert (code, out) == (1, "")
+    assert err.startswith("storage: ")
+    code, out, _ = run("doctor", path)
     assert code == 1
     assert "host → device" in out
     assert "problem: " in out

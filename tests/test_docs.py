@@ -13,7 +13,7 @@ from tiered_cache.config.problems import SECTIONS
 from tiered_cache.storage.registry import backend_names, load_backend
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -22,6 +22,17 @@ def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
         if not target.startswith("http"):
             assert (page.parent / target).exists(), target
+
+
+def test_excerpts_are_from_the_example() -> None:
+    """What the page about backends quotes stands in the file that is run."""
+    text = (ROOT / "docs" / "backends" / "writing-a-backend.md").read_text()
+    example = (ROOT / "examples" / "custom_backend.py").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    quoted = [block for block in blocks if block in example]
+    assert len(quoted) == 3
+    for block in set(blocks) - set(quoted):
+        assert "from tiered_cache" in block, "either an excerpt, or with its imports"
 
 
 def test_every_setting_is_described() -> None:

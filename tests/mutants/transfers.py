@@ -255,8 +255,8 @@ MUTANTS: Final = [
         rule="§12.1",
         harm="an early free: a copy thread writes into the next owner's rows",
         file=CONTROLLER,
-        old="            held_host = self.transfers.held(Tier.HOST)\n",
-        new="",
+        old="held_host = self.transfers.held(Tier.HOST) + self._rows_of_calls()",
+        new="held_host = self._rows_of_calls()",
         test=POLICY_TESTS + "test_a_reset_while_pages_are_being_stored",
     ),
     Mutant(
@@ -425,8 +425,8 @@ MUTANTS: Final = [
         rule="§9.5",
         harm="a host that fails is written to for ever",
         file=POLICIES,
-        old="if store.is_complete and store.num_pages == num_wanted and",
-        new="if store.num_pages == num_wanted and",
+        old="if store.is_complete and has_room and is_current:",
+        new="if has_room and is_current:",
         test=POLICY_TESTS + "test_a_store_that_fails_is_tried_again_at_the_next_use",
     ),
     Mutant(

@@ -21,10 +21,11 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
     from pathlib import Path
 
-    from tiered_cache.build import Sizing, StorageParts
+    from tiered_cache.build import Sizing
     from tiered_cache.config import Config, StorageConfig
     from tiered_cache.storage import ObjectInfo, StorageBackend
     from tiered_cache.storage.record import RecordFormat
+    from tiered_cache.storage_tier import StorageParts
 
 T = TypeVar("T")
 

@@ -18,12 +18,13 @@ import numpy as np
 import torch
 
 from tiered_cache.build import Parts, Sizing, build
-from tiered_cache.cli._stored import Plan, Stored, Threads, open_stored
+from tiered_cache.cli._stored import Plan, Stored, open_stored
 from tiered_cache.config import Config, DeviceConfig, HostConfig
 from tiered_cache.errors import BackendError
 from tiered_cache.jobs import DaemonExecutor
 from tiered_cache.storage import ReadResult, WriteResult
 from tiered_cache.storage.record import Arrivals, RecordFormat, fingerprint
+from tiered_cache.storage_io import ThreadContext
 from tiered_cache.transfer.copier import Direction
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def small_parts(config: Config, sizing: Sizing) -> Parts:
 async def measure(parts: Parts, plan: Plan | None) -> Measured:
     """All figures of a configuration's tiers; storage's when there is a plan for it."""
     executor = DaemonExecutor("doctor", 1)
-    threads = Threads(executor)
+    threads = ThreadContext(executor, 1)
     assert parts.host is not None, "made with one"
     try:
         for touch in parts.host.touch:
@@ -125,7 +126,9 @@ def _fill(parts: Parts) -> None:
 # --- Device and host ------------------------------------------------------------------------------
 
 
-async def _copy(parts: Parts, threads: Threads, direction: Direction, num_pages: int) -> Speed:
+async def _copy(
+    parts: Parts, threads: ThreadContext, direction: Direction, num_pages: int
+) -> Speed:
     # In no order, as ids are after hours of service.
     chance = np.random.default_rng(0)
     device_ids, host_ids = (chance.permutation(num_pages).astype(np.int32) for _ in range(2))
@@ -143,7 +146,11 @@ async def _copy(parts: Parts, threads: Threads, direction: Direction, num_pages:
 
 
 async def _copy_pages(
-    parts: Parts, threads: Threads, direction: Direction, device_ids: PageIds, host_ids: PageIds
+    parts: Parts,
+    threads: ThreadContext,
+    direction: Direction,
+    device_ids: PageIds,
+    host_ids: PageIds,
 ) -> None:
     assert parts.host is not None, "made with one"
     copier = parts.host.copier

@@ -134,6 +134,8 @@ class Backups:
             except BackendError:
                 self._counters.backups_failed += 1
             self._changed()
+        self._worker = None  # in this very step: whoever comes now needs another
+        self._changed()
 
     async def _write_some(self, boundary: Boundary) -> bool:
         """The topmost pages of a path that storage lacks; whether there may be more."""

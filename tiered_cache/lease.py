@@ -412,7 +412,7 @@ class Lease:
                 await self._agree_on_rematch()
                 start = self.frontier
             elif controller.tree.growth != self._seen:
-                self._rematch(length - 1)
+                self.rematch(length - 1)
                 start = self.frontier
             claim = controller.claims.over(self.id, self.key, start)
             if claim is None:
@@ -437,7 +437,7 @@ class Lease:
         reach = deeper.depth if deeper is not None else receipt.depth
         limit = await controller.agree(f"chunk {self.id} {self.frontier}", limit, reach)
         self.check()
-        self._rematch(limit)
+        self.rematch(limit)
 
     async def _agree_on_room(self, stop: int) -> None:
         """Raise `CapacityError` on all ranks when one has no pages up to `stop`."""
@@ -450,7 +450,7 @@ class Lease:
             controller.check_spare(beyond)
             raise controller.no_room_elsewhere(beyond)
 
-    def _rematch(self, limit: int) -> None:
+    def rematch(self, limit: int) -> None:
         """Go on from what others have published, if that is beyond what this lease has computed."""
         controller, tree, receipt = self._controller, self._controller.tree, self.receipt
         assert receipt is not None, "granted leases hold a receipt"

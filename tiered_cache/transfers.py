@@ -234,6 +234,8 @@ class Transfers:
         """One more needs it."""
         load.waiters[waiter] = None
         self._counters.loads_joined += 1
+        if load.has_moved:  # it waits for what is above it, which others may have published
+            self._loop.call_soon(self._commit_loads)
 
     def leave(self, loads: Iterable[Transfer], waiter: Waiter) -> None:
         """One fewer does. A load that nobody needs ends soon, and keeps what has arrived

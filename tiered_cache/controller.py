@@ -30,6 +30,7 @@ from tiered_cache.jobs import Supervisor, run_to_end, submit, threads_ended
 from tiered_cache.layers import LayerWaits
 from tiered_cache.lent import LentPages
 from tiered_cache.observe import Event, EventKind, Observers
+from tiered_cache.pins import Pins
 from tiered_cache.stats import CacheStats, Counters
 from tiered_cache.storage_io import ThreadContext
 from tiered_cache.storage_tier import StorageTier, Surroundings
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from tiered_cache.accounts import TierPages
     from tiered_cache.chunk import Chunk
     from tiered_cache.fences import Fence
     from tiered_cache.lease import Lease
@@ -111,17 +113,21 @@ class Run:
 class HostTier:
     """What a second tier adds.
 
-    `allocators`, `arenas`: of its rows, in dense component order. `page_bytes`: of a page of the
-    first component. `write_policy`: "write_through", "write_through_selective" or "write_back"
-    (semantics §9.5). `load_back_threshold`: tokens; a shorter hit is computed again. `touch`: makes
-    its memory ready, a piece per call, ahead of need; in a thread. `close`: lets go of the copier
-    and the memory, when nobody copies any more.
+    Attributes:
+        allocators, arenas: of its rows, in dense component order.
+        page_bytes: of a page of the first component.
+        max_pinned: how much of it pins may hold, from 0 to 1.
+        write_policy: "write_through", "write_through_selective" or "write_back" (semantics §9.5).
+        load_back_threshold: tokens; a shorter hit is computed again.
+        touch: makes its memory ready, a piece per call, ahead of need; in a thread.
+        close: lets go of the copier and the memory, when nobody copies any more.
     """
 
     allocators: Sequence[PageAllocator]
     arenas: Sequence[HostArena]
     copier: Copier
     page_bytes: int
+    max_pinned: float
     write_policy: str
     load_back_threshold: int
     touch: Sequence[Callable[[], None]]
@@ -137,6 +143,7 @@ class HybridCacheController:
         host: the second tier, if there is one.
         enabled: False for comparing with and without: nothing matches and nothing is kept.
         ranks: whom to agree with.
+        max_pinned: how much of the device pins may hold, from 0 to 1.
         stream: on which the models compute, if they go on after a run has returned.
     """
 
@@ -150,6 +157,7 @@ class HybridCacheController:
         enabled: bool,
         observers: Observers,
         ranks: Ranks,
+        max_pinned: float = 0.25,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
         self.tree = tree
@@ -173,6 +181,11 @@ class HybridCacheController:
         self.load_back_threshold = 0
         if host is not None and enabled:
             self._add_host_tier(host, executors.copy)
+        tiers: dict[Tier, TierPages] = {Tier.DEVICE: self.accounts}
+        shares = {Tier.DEVICE: max_pinned}
+        if host is not None and self.host_pages is not None:
+            tiers[Tier.HOST], shares[Tier.HOST] = self.host_pages, host.max_pinned
+        self.pins = Pins(tree, self.accounts, tiers, shares, self.calmed)
         self.ranks = ranks
         self.stream = stream
         self.observers = observers
@@ -693,6 +706,7 @@ class HybridCacheController:
 
         Pages of leases stay quarantined until the lease has ended; all others are free at once.
         """
+        self.pins.close_all()
         held = [lease.held_pages() for lease in self.current_leases()]
         held.append(self.lent.held())
         held_host: list[list[PageIds]] = []
@@ -748,6 +762,7 @@ class HybridCacheController:
             for lease in self._open_leases():
                 lease.close()
             self._close_dropped()
+            self.pins.close_all()
             for run in self._runs:
                 if run.job is not None:
                     run.job.cancel()

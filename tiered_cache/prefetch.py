@@ -20,7 +20,7 @@ from tiered_cache.tree.node import BASE
 from tiered_cache.types import Boundary, MatchPrefixParams
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
     from types import TracebackType
     from typing import Self
 
@@ -551,6 +551,10 @@ class Prefetches:
     def num_pages(self) -> int:
         """Pages of the host that are being read, or were and wait to be taken."""
         return sum(prefetch.num_pages for prefetch in self._active)
+
+    def __iter__(self) -> Iterator[Prefetch]:
+        """Those that somebody is interested in."""
+        return iter(tuple(self._active))
 
     def _by_component(self, ids: PageIds) -> list[PageIds]:
         by_component = [NO_PAGES] * len(self._tree.components)

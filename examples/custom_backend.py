@@ -48,6 +48,7 @@ class Database:
         self._lock = threading.Lock()
         self._db = sqlite3.connect(path, timeout=10, check_same_thread=False)
         self._db.execute("PRAGMA journal_mode = WAL")
+        self._db.execute("PRAGMA synchronous = OFF")  # what a crash takes is computed again
         self._db.execute("CREATE TABLE IF NOT EXISTS objects (key BLOB PRIMARY KEY, row BLOB)")
 
     def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:

@@ -8,15 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 import yaml
 
 from tiered_cache import UnifiedRadixCache, load_config
 from tiered_cache.build import size_stack
 from tiered_cache.keys import RadixKey
 from tiered_cache.pools.spec import HEADER_BYTES
+from tiered_cache.storage.record import FORMAT_VERSION, MAGIC, PAYLOAD_START, RecordFormat
 from tiered_cache.types import ComponentId, MatchPrefixParams
 
-TEXT = (Path(__file__).parents[1] / "docs" / "page-format.md").read_text()
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "docs" / "page-format.md").read_text()
 FULL = ComponentId("full")
 
 
@@ -57,6 +60,33 @@ def test_the_prose_has_the_same_numbers(config: Any) -> None:
     layout = size_stack(config).row_layout(FULL)
     assert f"the state {layout.payload_bytes:,} bytes" in " ".join(TEXT.split())
     assert f"so {1 - layout.payload_bytes / layout.stride:.0%}".replace("%", " %") in TEXT
+
+
+def test_the_header_is_where_the_table_says() -> None:
+    """The golden object, taken apart by the page's own figures."""
+    golden = bytes.fromhex((ROOT / "tests/backends/golden/row-v1.hex").read_text())
+    rows = re.findall(r"^\| (\d+):(\d*) \| ([^|]+) \|", TEXT, re.MULTILINE)
+    fields = {name: golden[int(start) : int(stop or 118)] for start, stop, name in rows}
+    numbers = {name: int.from_bytes(value, "little") for name, value in fields.items()}
+    assert [int(start) for start, _, _ in rows[1:]] == [int(stop) for _, stop, _ in rows[:-1]]
+    assert fields["magic"] == MAGIC == b"TCROW\r\n\x1a"
+    assert numbers["format version"] == FORMAT_VERSION
+    assert numbers["payload start"] == PAYLOAD_START == HEADER_BYTES
+    assert (numbers["payload end"], numbers["row length"]) == (640, len(golden))
+    assert fields["checksum"] == xxhash.xxh3_128_digest(golden[32:640])
+    assert numbers["length of the component's id"] == 4
+    assert fields["the component's id, UTF-8"] == b"full"
+    record = RecordFormat("full", fields["fingerprint"], len(golden), 640)
+    assert record.check(memoryview(golden), fields["page key"]) is None
+
+
+def test_every_verdict_is_in_the_page() -> None:
+    """In the words that an operator sees."""
+    source = (ROOT / "tiered_cache" / "storage" / "record.py").read_text()
+    verdicts = set(re.findall(r'return f?"(is [^"{]+|does [^"{]+)', source))
+    assert len(verdicts) == 7
+    for verdict in verdicts:
+        assert f"\n| {verdict.strip()}" in TEXT, verdict
 
 
 async def test_a_key_lies_where_the_example_says(config: Any) -> None:

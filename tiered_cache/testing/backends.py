@@ -139,8 +139,8 @@ class BackendTests:
         return await self.backend_class.open(self.options(), context)
 
     def tamper(self, key: ObjectKey, change: Callable[[bytes], bytes]) -> None:
-        """Put `change(kept)` in the place of the bytes that are kept under a key. Called in a
-        thread, while the backend is open."""
+        """Put `change(kept)` in the place of the bytes that are kept under a key, so that the next
+        read meets it. Called in a thread, while the backend is open."""
         raise NotImplementedError
 
     # --- how it runs ------------------------------------------------------------------------------
@@ -346,10 +346,10 @@ class BackendTests:
             await scene.delete([])
             await scene.delete([0, 1])
             await scene.keep(range(4))
-            await scene.delete([1, 9, 1])
+            await scene.delete([1, 9, 1, 2])
             await scene.delete([1])
-            assert await scene.read(range(4)) == [READ, MISSING, READ, READ]
-            assert await scene.write([1]) == [WriteResult.WRITTEN]
+            assert await scene.read(range(4)) == [READ, MISSING, MISSING, READ]
+            assert await scene.write([1, 2]) == [WriteResult.WRITTEN] * 2
             await scene.verify(range(4))
 
     @on_a_loop
@@ -441,13 +441,13 @@ class BackendTests:
             results = await scene.backend.read(scene.keys(numbers), rows, arrived)
             has_ended = True
             assert results == [READ, READ, MISSING, READ]
+            await asyncio.sleep(0.02)
+            assert not wrong, f"said to have arrived: {wrong[0]}"
             page_keys = [scene.objects.page_key(number) for number in (0, 1, 3)]
             again = scene.buffers(3, size)
             arrivals = Arrivals(scene.objects.record(size), again, page_keys)
             await scene.backend.read(scene.keys([0, 1, 3]), again, arrivals.arrived)
             assert arrivals.verdicts(range(3)) == [None] * 3
-            await asyncio.sleep(0.02)
-            assert not wrong, f"said to have arrived: {wrong[0]}"
 
     # --- at the same time -------------------------------------------------------------------------
 
@@ -565,7 +565,8 @@ class BackendTests:
                     assert not call.done() or not scene.context.num_running, STILL_AT_WORK
             await asyncio.wait([call])
             assert not call.cancelled(), "an error in a thread is not a cancellation"
-            call.exception()  # any will do
+            if isinstance(error := call.exception(), AssertionError):
+                raise error  # what was READ is not so; any other error will do
             await self._verify_after(scene, rows)
 
     def _call(
@@ -592,19 +593,19 @@ class BackendTests:
 
     @on_a_loop
     async def test_half_of_a_hundred_calls_are_cancelled_b76(self) -> None:
-        """The other half does not notice."""
+        """The other half does not notice, nor does who comes later."""
         size = 16 * KIB
         async with self.scene() as scene:
-            await scene.keep(range(100), size)
-            calls = [asyncio.create_task(scene.verify([number], size)) for number in range(100)]
-            for start in range(0, 100, 10):
-                await asyncio.sleep(0)
-                for call in calls[start : start + 10 : 2]:
+            await scene.keep(range(10), size)
+            for turns in range(1, 11):
+                calls = [asyncio.create_task(scene.verify([number], size)) for number in range(10)]
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                for call in calls[::2]:
                     call.cancel()
-            await asyncio.wait(calls)
-            for call in calls[1::2]:
-                await call
-            await scene.verify(range(100), size)
+                await asyncio.wait(calls)
+                for call in calls[1::2]:
+                    await call
 
     @on_a_loop
     async def test_opening_can_be_cancelled(self) -> None:
@@ -793,13 +794,17 @@ class BackendTests:
         from hypothesis import strategies as st
 
         step = st.tuples(
-            st.sampled_from(["write", "read", "contains", "delete", "clear"]),
+            st.sampled_from(["write", "write", "read", "contains", "delete", "clear"]),
             st.lists(st.integers(0, 5), max_size=6),
             st.integers(0, Model.NUM_VERSIONS - 1),
         )
 
-        @hypothesis.settings(max_examples=25, deadline=None, database=None)
-        @hypothesis.given(st.lists(step, max_size=12))
+        phases = (hypothesis.Phase.generate, hypothesis.Phase.shrink)  # to explain takes a minute
+
+        @hypothesis.settings(
+            max_examples=40, deadline=None, database=None, phases=phases, report_multiple_bugs=False
+        )
+        @hypothesis.given(st.lists(step, min_size=3, max_size=15))
         def follow(steps: list[tuple[str, list[int], int]]) -> None:
             self.run(self._follow(steps))
 

@@ -24,10 +24,9 @@ if TYPE_CHECKING:
 SUITE: Final = "tiered_cache.testing.backends"
 CLAIMS: Final = ("persists", "shared")
 
-pytest.register_assert_rewrite(SUITE, "tiered_cache.testing.backend_scene")
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    pytest.register_assert_rewrite(SUITE, "tiered_cache.testing.backend_scene")  # before conftests
     group = parser.getgroup("tiered-cache", "proving a storage backend of tiered-cache")
     group.addoption(
         "--tiered-backend",

@@ -104,7 +104,7 @@ async def test_arrivals_are_told_while_they_are_hot(server: ValkeyServer) -> Non
         assert buffers[index][:stop] == pages.rows[index][:stop]
         told.append((index, stop))
 
-    async with opened(server.url) as backend:
+    async with opened(server.url, max_batch=1400 * KIB) as backend:  # two of them
         await backend.read(pages.keys, buffers, arrived)
     steps = [256 * KIB, 512 * KIB, 700 * KIB]
     assert told == [(index, stop) for index in range(3) for stop in steps]

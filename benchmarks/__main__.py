@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 from rich.console import Console
 
-from benchmarks import copies, lateness, lease, redis_store, report, scaling, trace, tree
+from benchmarks import copies, files, lateness, lease, redis_store, report, scaling, trace, tree
 from benchmarks.measure import server_gc
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ class Bench(StrEnum):
     LEASE = "lease"
     SCALING = "scaling"
     COPIES = "copies"
+    FILES = "files"
     LATENESS = "lateness"
     REDIS = "redis"
     TRACE = "trace"
@@ -64,12 +65,13 @@ def main(
         bool, typer.Option("--strict", help="Exit with 1 when a limit is missed.")
     ] = False,
 ) -> None:
-    """Measure tiered-cache: tree, lease, large trees, copies, the loop, a recorded trace."""
+    """Measure tiered-cache: tree, lease, large trees, copies, files, the loop, a trace."""
     works: dict[Bench, Callable[[], list[Row]]] = {
         Bench.TREE: lambda: tree.run(repeat, quick=quick),
         Bench.LEASE: lambda: lease.run(repeat, quick=quick),
         Bench.SCALING: lambda: scaling.run(repeat, full=full, quick=quick),
         Bench.COPIES: lambda: copies.run(repeat, quick=quick),
+        Bench.FILES: lambda: files.run(repeat, quick=quick),
         Bench.LATENESS: lambda: lateness.run(repeat, quick=quick),
         Bench.REDIS: lambda: redis_store.run(repeat, quick=quick),
     }

@@ -45,7 +45,7 @@ def run(repeat: int = 5, *, quick: bool = False) -> list[Row]:
     """Lines of all four phases, and the differences."""
     with one_torch_thread(), torch.inference_mode():
         model = _model(quick=quick)
-        rounds = [asyncio.run(_round(model, 0.15 if quick else PHASE_S)) for _ in range(repeat)]
+        rounds = [asyncio.run(_round(model, 0.4 if quick else PHASE_S)) for _ in range(repeat)]
     rows = [
         Row(
             "lateness",

@@ -73,6 +73,11 @@ LIMITS: Final = (
         for size, bound in (("6 KiB", 0.45), ("64 KiB", 0.75))
         for way in ("store", "load")
     ),
+    *(
+        Limit("files", f"{size} rows, {work}", "plain_x", bound, at_least=True)
+        for size in ("256 KiB", "2 MiB")
+        for work, bound in (("cold read", 0.85), ("warm read", 0.7), ("write", 0.8))
+    ),
     Limit("lateness", "transfers", "added_p99_ms", 1),
     Limit("lateness", "model, transfers", "model_x", 1.2),
     *(

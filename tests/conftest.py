@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from blockbuster import blockbuster_ctx
@@ -22,9 +22,9 @@ def nothing_outstanding(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     opened: list[HybridCacheController] = []
     start = HybridCacheController.start
 
-    async def recording_start(controller: HybridCacheController) -> None:
+    async def recording_start(controller: HybridCacheController, *args: Any) -> None:
         opened.append(controller)
-        await start(controller)
+        await start(controller, *args)
 
     monkeypatch.setattr(HybridCacheController, "start", recording_start)
     threads = set(threading.enumerate())

@@ -38,6 +38,7 @@ class Rig:
 
     def __init__(self, cache: UnifiedRadixCache) -> None:
         self.cache = cache
+        self.config: Any = None
         self.oracle = ByteOracle(cache)
         self.model = OracleModel(self.oracle)
         self.exit_actions: list[Callable[[], object]] = []
@@ -107,8 +108,11 @@ class Rig:
 @contextlib.asynccontextmanager
 async def rig(pages: int = 16, *, options: Any = None, **sections: Any) -> AsyncIterator[Rig]:
     """A cache that is checked when it is left, whatever the test did to it."""
-    async with UnifiedRadixCache.open(settings(pages, **sections), **(options or {})) as cache:
+    # With a storage section it looks for what is installed, on disk.
+    config = await asyncio.to_thread(settings, pages, **sections)
+    async with UnifiedRadixCache.open(config, **(options or {})) as cache:
         made = Rig(cache)
+        made.config = config
         try:
             yield made
         finally:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from benchmarks import (
     copies,
+    files,
     lateness,
     lease,
     limits,
@@ -128,6 +129,24 @@ def test_copies_are_measured_both_ways_and_leave_torchs_threads_alone() -> None:
     assert {limit for row in rows for limit in limits.limits_for(row)} == {
         limit for limit in limits.LIMITS if limit.bench == "copies"
     }
+
+
+def test_files_are_measured_cold_warm_and_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing is left where it is run."""
+    monkeypatch.chdir(tmp_path)
+    rows = files.run(1, quick=True)
+    assert [row.line for row in rows] == [
+        f"{size} rows, {work}"
+        for size in ("256 KiB", "2 MiB")
+        for work in ("cold read", "warm read", "write")
+    ]
+    assert all(value > 0 for row in rows for value in row.figures.values())
+    assert {limit for row in rows for limit in limits.limits_for(row)} == {
+        limit for limit in limits.LIMITS if limit.bench == "files"
+    }
+    assert not any(tmp_path.iterdir())
 
 
 def test_lateness_is_measured_with_and_without_transfers_and_a_model() -> None:

@@ -486,6 +486,8 @@ class SlowRanks:
     """Another rank that takes its time."""
 
     is_alone = False
+    rank = 0
+    world_size = 1
 
     async def agree(self, _: str, boundaries: Collection[int]) -> Collection[int]:
         await turns(3)

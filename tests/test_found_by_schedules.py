@@ -8,9 +8,9 @@ import threading
 
 import pytest
 
-from tests.lease_helpers import P, Rig, chunk_of, rig, seq, start, turns
+from tests.lease_helpers import P, Rig, cancelled, chunk_of, rig, seq, start, turns
 from tests.schedules import prove_lease
-from tests.tier_helpers import store, tiers, transfers
+from tests.tier_helpers import soon, store, tiers, transfers
 from tiered_cache import Chunk, ClosedError, Lease, LoadFailed, StaleError
 from tiered_cache.layers import LayerProgress, stale_load
 
@@ -33,6 +33,31 @@ async def test_of_anothers_load_a_lease_uses_what_is_on_its_own_path() -> None:
         second.close()
         first.close()
         await copies.all()
+
+
+async def test_its_own_load_begins_where_anothers_leaves_its_path() -> None:
+    """Seed 1796039720905: of the other's load the page table named all as far as its own went, and
+    the model read the other's pages below the fork."""
+    async with tiers() as (r, copies):
+        await store(r, copies, A, FORK)
+        r.spoil_free_pages()
+        first = await r.lease(A, layerwise=True)
+        second = await r.lease(FORK, layerwise=True)
+        theirs, own = transfers(r)
+        assert [(load.start, load.depth) for load in (theirs, own)] == [(0, 24), (12, 24)]
+        ids = [*theirs.device_ids[:3], *own.device_ids]
+        assert (second.prefix_len, second.pages["full"][:6].tolist()) == (24, ids)
+
+        def model(chunk: Chunk) -> list[int]:
+            chunk.lease.layers.wait(1)
+            return r.model(chunk)
+
+        run = start(second.run(model, await chunk_of(second)))
+        await copies.all()
+        assert await run == [25]
+        r.check()
+        second.close()
+        first.close()
 
 
 async def test_who_joined_a_load_hears_that_the_cache_was_closed() -> None:
@@ -245,3 +270,45 @@ async def test_a_lease_may_hold_what_its_run_still_waits_for() -> None:
         for held in (upper, lease, other):
             held.close()
         await copies.all()
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+@pytest.mark.parametrize("has_moved", [False, True])
+async def test_who_plans_once_more_goes_on_from_what_others_publish(
+    layerwise: bool, has_moved: bool
+) -> None:
+    """Found beside that. A load above its own fails, and in the same turn others publish what is
+    missing: the page table had the rest at its front, or the load was never committed."""
+    async with tiers(24) as (r, copies):
+        await store(r, copies, A)
+        r.spoil_free_pages()
+        other = await r.lease(A[:17], load_timeout=0.0)
+        published = await chunk_of(other)
+        r.oracle.write(published, other.key, published.start, published.stop)
+        gone = start(r.lease(A[:9]))
+        await turns()
+        job = copies.start()
+        await cancelled(gone)
+        copies.fails = lambda job: job.num_pages == 2
+        work = start(r.lease(A, layerwise=layerwise))
+        await turns()
+        above, own = transfers(r)
+        assert (above.is_given_up, above.depth, own.start) == (True, 8, 8)
+        if has_moved:
+            await copies.one()
+        assert own.has_moved == has_moved
+        job.finish()
+        while above in transfers(r):
+            await asyncio.sleep(0)
+        other.commit(published)
+        await turns()
+        r.check()
+        await copies.all()
+        lease = await soon(work)
+        assert (lease.prefix_len, lease.committed, transfers(r)) == (24, 24, [])
+        assert lease.pages["full"][:4].tolist() == other.pages["full"][:4].tolist()
+        prove_lease(r.oracle, lease)
+        await r.compute(lease)
+        r.check()
+        lease.close()
+        other.close()

@@ -36,6 +36,8 @@ class Meeting:
 
 class Rank:
     is_alone = False
+    rank = 0
+    world_size = 1
 
     def __init__(self, meeting: Meeting) -> None:
         self._meeting = meeting

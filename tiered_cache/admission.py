@@ -7,7 +7,8 @@ so what it sees is what there is now, and nothing can get lost between being gra
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from bisect import insort
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from tiered_cache.errors import AdmissionTimeout
@@ -21,11 +22,19 @@ if TYPE_CHECKING:
 class AdmissionQueue:
     """Callers that wait until their attempt succeeds."""
 
-    __slots__ = ("_counters", "_turns")
+    __slots__ = ("_counters", "_num_first", "_num_places", "_turns")
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
-        self._turns: deque[asyncio.Event] = deque()
+        self._turns: list[tuple[int, asyncio.Event]] = []  # by place
+        self._num_places = 0
+        self._num_first = 0
+
+    def take_place(self) -> int:
+        """A place in the queue, for who is not ready to wait in it yet: nobody waits for him, and
+        nobody who came later is before him when he is."""
+        self._num_places += 1
+        return self._num_places
 
     def admit_now(self, attempt: Callable[[], bool]) -> bool:
         """Grant at once, if nobody is ahead and `attempt` succeeds."""
@@ -35,32 +44,34 @@ class AdmissionQueue:
         """`admit` without a limit, in front of everybody: for who was admitted already, and has
         lost pages to a copy that does not end."""
         if not attempt():
-            await self.admit(attempt, None, check, first=True)
+            self._num_first += 1
+            await self.admit(attempt, None, check, -self._num_first)
 
     async def admit(
         self,
         attempt: Callable[[], bool],
         timeout: float | None,
         check: Callable[[], None],
-        *,
-        first: bool = False,
+        place: int | None = None,
     ) -> None:
         """Wait until `attempt` succeeds. It is called only with nobody ahead, and grants in that
         very step.
 
-        `check` is called after every wait, and may raise.
+        `check` is called after every wait, and may raise. `place`: see `take_place`; None: behind
+        everybody.
 
         Raises:
             AdmissionTimeout: `timeout` seconds have passed; nothing is held.
         """
-        turn = asyncio.Event()
-        (self._turns.appendleft if first else self._turns.append)(turn)
+        event = asyncio.Event()
+        turn = (self.take_place() if place is None else place, event)
+        insort(self._turns, turn, key=itemgetter(0))
         self._counters.admissions_queued += 1
         try:
             async with asyncio.timeout(timeout):
                 while not (self._turns[0] is turn and attempt()):
-                    turn.clear()
-                    await turn.wait()
+                    event.clear()
+                    await event.wait()
                     check()
         except TimeoutError:
             self._counters.admissions_timed_out += 1
@@ -77,12 +88,12 @@ class AdmissionQueue:
     def look_again(self) -> None:
         """Pages may have become spare: the head of the queue tries again."""
         if self._turns:
-            self._turns[0].set()
+            self._turns[0][1].set()
 
     def wake_all(self) -> None:
         """Everybody checks whether there is still something to wait for."""
-        for turn in self._turns:
-            turn.set()
+        for _, event in self._turns:
+            event.set()
 
     def __len__(self) -> int:
         return len(self._turns)

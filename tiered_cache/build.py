@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -27,6 +27,7 @@ from tiered_cache.pools.memory import available_bytes
 from tiered_cache.pools.spec import page_bytes, row_layout
 from tiered_cache.storage.record import FORMAT_VERSION, RecordFormat, fingerprint
 from tiered_cache.storage.registry import backend_names, install_hint, load_backend
+from tiered_cache.storage_tier import StorageParts
 from tiered_cache.strategies.registry import select_strategy
 from tiered_cache.transfer.cpu import CpuCopier
 from tiered_cache.transfer.cuda import CudaCopier
@@ -37,10 +38,9 @@ from tiered_cache.types import Tier
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from tiered_cache.config import Config, DeviceConfig, HostConfig, ModelConfig, StorageConfig
+    from tiered_cache.config import Config, DeviceConfig, HostConfig, ModelConfig
     from tiered_cache.observe import Observer
     from tiered_cache.pools.spec import PoolSpec, RowLayout
-    from tiered_cache.storage import BackendOptions, StorageBackend
     from tiered_cache.strategies.base import ComponentSpec, StackPlan
     from tiered_cache.tree.components.base import TreeComponent
     from tiered_cache.types import ComponentId
@@ -87,17 +87,6 @@ class Sizing:
 
 
 @dataclass(frozen=True, slots=True)
-class StorageParts:
-    """What a storage tier is opened with: the backend's class and its settings, how the rows of
-    each component prove what they are (in dense component order), and the tier's settings."""
-
-    backend: type[StorageBackend]
-    options: BackendOptions = field(repr=False)  # an address may hold a password
-    formats: tuple[RecordFormat, ...]
-    settings: StorageConfig
-
-
-@dataclass(frozen=True, slots=True)
 class Parts:
     """What `UnifiedRadixCache.open` puts together. Tuples are in dense component order."""
 
@@ -116,6 +105,8 @@ def build(
     *,
     device_pools: Mapping[str, Sequence[torch.Tensor]] | None = None,
     observers: Sequence[Observer] = (),
+    rank: int = 0,
+    world_size: int = 1,
 ) -> Parts:
     """Makes the parts of a cache.
 
@@ -125,6 +116,7 @@ def build(
         config: what `load_config` returned.
         device_pools: the user's own tensors (see `DevicePools`); they define the page count.
         observers: called at every commit beat of the tree.
+        rank, world_size: which of how many processes of one model this is.
 
     Raises:
         ConfigError: everything that is wrong, with file and line where it was written.
@@ -136,7 +128,7 @@ def build(
     storage: StorageParts | None = None
     if config.mode == "on":
         try:
-            storage = storage_parts(config, sizing)
+            storage = storage_parts(config, sizing, rank=rank, world_size=world_size)
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -192,8 +184,10 @@ def _make_host_tier(
 
     tier = HostTier(
         allocators=allocators,
+        arenas=arenas,
         copier=copier,
         page_bytes=arenas[0].layout.payload_bytes,
+        max_pinned=config.host.max_pinned,
         write_policy=config.host.write_policy,
         load_back_threshold=config.host.load_back_threshold,
         touch=[chunk.touch for arena in arenas for chunk in arena.chunks()],
@@ -227,15 +221,20 @@ def storage_parts(
     except ValidationError as error:
         problems = option_problems(error, config.marks, settings.options, backend.Options)
         raise ConfigError(problems) from None  # pydantic's text repeats values
+    parts = sizing.stack.components
     return StorageParts(
         backend,
         options,
-        tuple(
-            _record_format(config.model, sizing, part.id, rank, world_size)
-            for part in sizing.stack.components
-        ),
+        tuple(_record_format(config.model, sizing, part.id, rank, world_size) for part in parts),
+        # What is the same on all ranks is written by the first (semantics §10.2).
+        tuple(rank == 0 or _differs_by_rank(sizing, part.id, world_size) for part in parts),
         settings,
     )
+
+
+def _differs_by_rank(sizing: Sizing, component: ComponentId, world_size: int) -> bool:
+    pools = sizing.stack.pools_of(component)
+    return world_size > 1 and any(pool.sharding == "per_rank" for pool in pools)
 
 
 def _record_format(
@@ -263,7 +262,7 @@ def record_facts(
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} of {world_size}")
     pools = sizing.stack.pools_of(component)
-    by_rank = world_size > 1 and any(pool.sharding == "per_rank" for pool in pools)
+    by_rank = _differs_by_rank(sizing, component, world_size)
     return {
         "format": FORMAT_VERSION,
         "byte_order": sys.byteorder,

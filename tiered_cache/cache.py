@@ -6,19 +6,21 @@ Tells the story and delegates: the tree decides, the controller sequences, lease
 from __future__ import annotations
 
 from bisect import bisect_left
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from tiered_cache.build import build
 from tiered_cache.chunk import find_chunks
 from tiered_cache.config import Config
-from tiered_cache.controller import Executors, HybridCacheController
+from tiered_cache.controller import IO_THREADS, Executors, HybridCacheController
 from tiered_cache.engine import Engine
 from tiered_cache.errors import ClosedError
 from tiered_cache.jobs import DaemonExecutor, run_to_end, submit, threads_ended
 from tiered_cache.keys import RadixKey, check_token
 from tiered_cache.lease import Lease
 from tiered_cache.ranks import SingleRank
+from tiered_cache.storage_control import StorageControl
 from tiered_cache.types import MatchPrefixParams, Tier, seconds, whole_number
 
 if TYPE_CHECKING:
@@ -31,10 +33,13 @@ if TYPE_CHECKING:
     from tiered_cache.build import Parts
     from tiered_cache.engine import CacheRequest
     from tiered_cache.observe import Observer
+    from tiered_cache.pins import Pin
     from tiered_cache.pools.device import DevicePools
     from tiered_cache.pools.host import HostArena
+    from tiered_cache.prefetch import PrefetchHandle
     from tiered_cache.ranks import Ranks
     from tiered_cache.stats import CacheStats, PoolStats
+    from tiered_cache.storage.backend import StorageBackend
     from tiered_cache.tree.locks import Receipt
     from tiered_cache.tree.radix import RadixTree
     from tiered_cache.types import (
@@ -78,6 +83,7 @@ class UnifiedRadixCache:
         copy_executor: concurrent.futures.Executor | None = None,
         io_executor: concurrent.futures.Executor | None = None,
         ranks: Ranks | None = None,
+        storage_backend: StorageBackend | None = None,
     ) -> Opening:
         """`async with UnifiedRadixCache.open(config) as cache`, or `cache = await
         UnifiedRadixCache.open(config)`.
@@ -93,6 +99,8 @@ class UnifiedRadixCache:
                 and where the rest is done that takes long; yours to shut down. Default: own daemon
                 threads, of which `run_threads` compute and one copies.
             ranks: how this rank of a model agrees with the others (default: there are none).
+            storage_backend: your own, open already, instead of the one that `storage.backend`
+                names; yours to close, after the cache.
 
         Raises:
             ConfigError: with all that is wrong, when awaited or entered.
@@ -102,7 +110,17 @@ class UnifiedRadixCache:
                 f"open takes a Config, not {type(config).__name__}: open(load_config(…))"
             )
         executors = (run_executor, copy_executor, io_executor)
-        return Opening(config, device_pools, stream, observers, executors, ranks or SingleRank())
+        if storage_backend is not None and config.storage is None:
+            raise ValueError("storage_backend needs a `storage:` section in the configuration")
+        return Opening(
+            config,
+            device_pools,
+            stream,
+            observers,
+            executors,
+            ranks or SingleRank(),
+            storage_backend,
+        )
 
     # --- for a serving loop -----------------------------------------------------------------------
 
@@ -159,36 +177,112 @@ class UnifiedRadixCache:
         return LeaseContext(lease, partial(self._grant, timeout, load_timeout))
 
     async def _grant(self, timeout: float | None, load_timeout: float | None, lease: Lease) -> None:
-        """The way of every request to its prefix: admission, what the device has, what the host
-        has.
+        """The way of every request to its prefix: what storage has comes to the host, admission
+        holds what the device has, and what the host has comes there.
 
         Each `await` marks where the world may change, so each step matches anew.
         """
         lease.check_fits()
-        began = self._controller.now() if timeout is not None else 0.0
-        while True:
-            limit = lease.reusable
-            if not self._controller.ranks.is_alone:
-                limit = await lease.agree_on_reusable()
-            if not lease.admit_now(limit):  # match → hold
-                await lease.admit(limit, timeout)
-            if not lease.may_be_longer:
-                return
-            try:
-                await lease.load_back(limit, load_timeout)  # host → device
-            except BaseException:
-                lease.close()
-                raise
-            if not lease.is_stale:
-                return
-            lease.start_over()  # a reset came between
-            if timeout is not None:
-                timeout = max(0.0, timeout - (self._controller.now() - began))
+        controller = self._controller
+        began = controller.now() if timeout is not None else 0.0
+        left = timeout
+        place = controller.admission.take_place() if controller.storage is not None else None
+        try:
+            while True:
+                limit = lease.reusable
+                if place is not None:
+                    await lease.prefetch(limit, left)  # storage → host
+                    if timeout is not None:
+                        left = max(0.0, timeout - (controller.now() - began))
+                if not controller.ranks.is_alone:
+                    limit = await lease.agree_on_reusable()
+                if not lease.admit_now(limit):  # match → hold
+                    await lease.admit(limit, left, place)
+                if not lease.may_be_longer:
+                    return
+                try:
+                    await lease.load_back(limit, load_timeout)  # host → device
+                except BaseException:
+                    lease.close()
+                    raise
+                if not lease.is_stale:
+                    return
+                lease.start_over()  # a reset came between
+                lease.end_prefetch()
+                if timeout is not None:
+                    left = max(0.0, timeout - (controller.now() - began))
+        finally:
+            if place is not None:
+                lease.end_prefetch()
 
     async def acquire(self, tokens: Any, **options: Any) -> Lease:
         """`lease` for callers whose requests do not fit a block: end it with `await
         lease.aclose()`."""
         return await self.lease(tokens, **options).__aenter__()
+
+    def prefetch(
+        self,
+        tokens: Any,
+        *,
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+        detach: bool = False,
+    ) -> PrefetchHandle:
+        """Bring what storage has of a prompt to the host, ahead of its lease: `with
+        cache.prefetch(prompt) as handle: await handle.wait()`.
+
+        A handle holds what has come until it is closed, a lease has taken it, or `result_ttl`
+        seconds have passed. With `detach` there is nothing to close.
+
+        Raises:
+            ValueError: there is no storage tier. Tokens: as `lease`.
+        """
+        self._controller.check()
+        if self._controller.storage is None:
+            raise ValueError("there is no storage tier: write a `storage:` section")
+        key = self._key(tokens, extra_key, cache_salt)
+        return self._controller.storage.prefetches.start(key, detach=detach)
+
+    def pin(
+        self,
+        tokens: Any,
+        ttl: float | None,
+        *,
+        tier: Tier | None = None,
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+    ) -> Pin:
+        """Keep what is cached of a prefix now where it is, for `ttl` seconds (None: until it is
+        closed): `with cache.pin(system_prompt, ttl=600)`, or keep the pin and `close` it.
+
+        Args:
+            tier: the host (default, where there is one) or the device, where it counts as held.
+
+        Raises:
+            CapacityError: more than `max_pinned` of the tier, or on the device more than is
+                neither held nor promised. ValueError, TypeError: arguments that make no sense.
+        """
+        self._controller.check()
+        if tier is None:
+            tier = Tier.HOST if self._controller.host_pages is not None else Tier.DEVICE
+        elif not isinstance(tier, Tier):
+            raise TypeError(f"tier is Tier.HOST or Tier.DEVICE, not {type(tier).__name__}")
+        key = self._key(tokens, extra_key, cache_salt)
+        return self._controller.pins.make(key, tier, seconds("ttl", ttl))
+
+    @staticmethod
+    def _key(tokens: Any, extra_key: str | None, cache_salt: str | None) -> RadixKey:
+        """Tokens, or a key that somebody has made of them."""
+        if not isinstance(tokens, RadixKey):
+            return RadixKey(tokens, extra_key, cache_salt)
+        if extra_key is not None or cache_salt is not None:
+            raise ValueError("a RadixKey has its namespace already: take extra_key, cache_salt out")
+        return tokens
+
+    @property
+    def storage(self) -> StorageControl:
+        """The storage tier, for an operator: attach, detach, clear, health."""
+        return StorageControl(self._controller)
 
     async def run(self, leases: Sequence[Lease], fn: Callable[..., T], *args: Any) -> T:
         """One scheduler step of a batch: as `Lease.run`, over chunks of several leases among
@@ -260,6 +354,9 @@ class UnifiedRadixCache:
             f"known to the tree: {match.full_hit_length}",
             f"on the host beyond it: {match.host_hit_length} tokens",
         ]
+        if self._controller.storage is not None:
+            stored = self.tree.believed_length(key) - match.best_length
+            lines.append(f"believed to be in storage beyond that: {max(0, stored)} tokens")
         if not self._controller.enabled:
             lines.append("the cache is off (mode: off)")
         elif match.device_length == whole:
@@ -507,6 +604,7 @@ class Opening:
         "_executors",
         "_observers",
         "_ranks",
+        "_storage_backend",
         "_stream",
     )
 
@@ -518,8 +616,10 @@ class Opening:
         observers: Sequence[Observer],
         executors: Sequence[concurrent.futures.Executor | None],
         ranks: Ranks,
+        storage_backend: StorageBackend | None,
     ) -> None:
         self._config = config
+        self._storage_backend = storage_backend
         self._device_pools = device_pools
         self._stream = stream
         self._observers = observers
@@ -535,7 +635,12 @@ class Opening:
         try:
             # In a thread: memory is made ready and files are read.
             work = partial(
-                build, self._config, device_pools=self._device_pools, observers=self._observers
+                build,
+                self._config,
+                device_pools=self._device_pools,
+                observers=self._observers,
+                rank=self._ranks.rank,
+                world_size=self._ranks.world_size,
             )
             parts = await run_to_end(submit(executors.io, work))
             controller = HybridCacheController(
@@ -546,9 +651,13 @@ class Opening:
                 enabled=self._config.mode == "on",
                 observers=parts.tree.observers,
                 ranks=self._ranks,
+                max_pinned=self._config.device.max_pinned,
                 stream=self._stream,
             )
-            await controller.start()
+            storage = parts.storage
+            if storage is not None and self._storage_backend is not None:
+                storage = replace(storage, given=self._storage_backend)
+            await controller.start(storage)
         except BaseException:
             for executor in executors.owned:
                 executor.shutdown(wait=False)
@@ -560,7 +669,7 @@ class Opening:
         """The user's, and daemon threads where they brought none."""
         # On a GPU the bytes of one copy cross while the kernels of another run.
         copies = 2 if self._config.device.type.startswith("cuda") else 1
-        threads = {"run": self._config.run_threads, "copy": copies, "io": 1}
+        threads = {"run": self._config.run_threads, "copy": copies, "io": IO_THREADS}
         run, copy, io = [
             given or DaemonExecutor(name, count, nice=COPY_NICE if name == "copy" else 0)
             for given, (name, count) in zip(self._executors, threads.items(), strict=True)

@@ -30,9 +30,13 @@ from tiered_cache.jobs import Supervisor, run_to_end, submit, threads_ended
 from tiered_cache.layers import LayerWaits
 from tiered_cache.lent import LentPages
 from tiered_cache.observe import Event, EventKind, Observers
+from tiered_cache.pins import Pins
 from tiered_cache.stats import CacheStats, Counters
+from tiered_cache.storage_io import ThreadContext
+from tiered_cache.storage_tier import StorageTier, Surroundings
 from tiered_cache.transfer.mover import Mover
 from tiered_cache.transfers import Transfers
+from tiered_cache.tree.components.base import NO_PAGES
 from tiered_cache.types import Outstanding, Tier
 from tiered_cache.write_policies import (
     STORE_BYTES,
@@ -49,11 +53,15 @@ if TYPE_CHECKING:
 
     import torch
 
+    from tiered_cache.accounts import TierPages
     from tiered_cache.chunk import Chunk
     from tiered_cache.fences import Fence
     from tiered_cache.lease import Lease
     from tiered_cache.pools.allocator import PageAllocator
+    from tiered_cache.pools.host import HostArena
     from tiered_cache.ranks import Ranks
+    from tiered_cache.storage_io import StorageCall
+    from tiered_cache.storage_tier import StorageParts
     from tiered_cache.transfer.copier import Copier
     from tiered_cache.transfers import Transfer
     from tiered_cache.tree.radix import RadixTree
@@ -67,6 +75,13 @@ log = logging.getLogger(__name__)
 SWEEP_NODES: Final = 1000
 """Nodes taken apart between two turns of the loop after a reset (1 ms)."""
 
+
+SUPERVISOR_LIMIT_S: Final = 1.0
+"""How long the end of the cache waits for background tasks that were cancelled: a backend may be
+somebody else's code."""
+
+IO_THREADS: Final = 4
+"""Of the io executor (design §3)."""
 
 WRITE_THROUGH_THRESHOLDS: Final = {"write_through": 1, "write_through_selective": 2}
 """Uses from which a node is copied to the host (semantics §9.5)."""
@@ -98,16 +113,21 @@ class Run:
 class HostTier:
     """What a second tier adds.
 
-    `allocators`: of its rows, in dense component order. `page_bytes`: of a page of the first
-    component. `write_policy`: "write_through", "write_through_selective" or "write_back" (semantics
-    §9.5). `load_back_threshold`: tokens; a shorter hit is computed again. `touch`: makes its memory
-    ready, a piece per call, ahead of need; in a thread. `close`: lets go of the copier and the
-    memory, when nobody copies any more.
+    Attributes:
+        allocators, arenas: of its rows, in dense component order.
+        page_bytes: of a page of the first component.
+        max_pinned: how much of it pins may hold, from 0 to 1.
+        write_policy: "write_through", "write_through_selective" or "write_back" (semantics §9.5).
+        load_back_threshold: tokens; a shorter hit is computed again.
+        touch: makes its memory ready, a piece per call, ahead of need; in a thread.
+        close: lets go of the copier and the memory, when nobody copies any more.
     """
 
     allocators: Sequence[PageAllocator]
+    arenas: Sequence[HostArena]
     copier: Copier
     page_bytes: int
+    max_pinned: float
     write_policy: str
     load_back_threshold: int
     touch: Sequence[Callable[[], None]]
@@ -123,6 +143,7 @@ class HybridCacheController:
         host: the second tier, if there is one.
         enabled: False for comparing with and without: nothing matches and nothing is kept.
         ranks: whom to agree with.
+        max_pinned: how much of the device pins may hold, from 0 to 1.
         stream: on which the models compute, if they go on after a run has returned.
     """
 
@@ -136,6 +157,7 @@ class HybridCacheController:
         enabled: bool,
         observers: Observers,
         ranks: Ranks,
+        max_pinned: float = 0.25,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
         self.tree = tree
@@ -154,9 +176,17 @@ class HybridCacheController:
         self.fences = Fences(self.calmed)
         self.transfers: Transfers | None = None
         self.write_policy: WritePolicy = NoWrites()
+        self.storage: StorageTier | None = None
+        self._is_attaching = False
+        self._detached: list[StorageTier] = []  # with calls that have not ended
         self.load_back_threshold = 0
         if host is not None and enabled:
             self._add_host_tier(host, executors.copy)
+        tiers: dict[Tier, TierPages] = {Tier.DEVICE: self.accounts}
+        shares = {Tier.DEVICE: max_pinned}
+        if host is not None and self.host_pages is not None:
+            tiers[Tier.HOST], shares[Tier.HOST] = self.host_pages, host.max_pinned
+        self.pins = Pins(tree, self.accounts, tiers, shares, self.calmed)
         self.ranks = ranks
         self.stream = stream
         self.observers = observers
@@ -182,7 +212,13 @@ class HybridCacheController:
         self.load_back_threshold = host.load_back_threshold
         mover = Mover(host.copier, executor)
         self.transfers = Transfers(
-            self.tree, self.accounts, self.host_pages, mover, self.counters, self.calmed
+            self.tree,
+            self.accounts,
+            self.host_pages,
+            mover,
+            self.counters,
+            self.calmed,
+            self._note_backup,
         )
         parts = Storing(
             self.tree,
@@ -192,6 +228,7 @@ class HybridCacheController:
             self.fences,
             self.counters,
             max(1, STORE_BYTES // host.page_bytes),
+            lambda: self.storage is not None and self.storage.backups.is_busy,
             self._look_again,
         )
         if host.write_policy == "write_back":
@@ -200,11 +237,19 @@ class HybridCacheController:
             threshold = WRITE_THROUGH_THRESHOLDS[host.write_policy]
             self.write_policy = WriteThrough(parts, threshold)
 
-    async def start(self) -> None:
+    async def start(self, storage: StorageParts | None = None) -> None:
+        """Begin with what goes on in the background.
+
+        Raises:
+            BackendError: storage is required, and not there.
+        """
         try:
             await self._supervisor.start()
+            if storage is not None:
+                await self.attach(storage)
         except BaseException:
             self.closed = True
+            self._supervisor.stop()
             raise
         if self.transfers is not None and self._host is not None and self._host.touch:
             self._supervisor.spawn(self._touch(self._host.touch), "touch")
@@ -216,6 +261,87 @@ class HybridCacheController:
             if self.closed:
                 return
             await run_to_end(submit(self._executors.io, piece))
+
+    # --- the third tier ---------------------------------------------------------------------------
+
+    async def attach(self, parts: StorageParts) -> None:
+        """Have a third tier from now on.
+
+        Raises:
+            BackendError: it is required, and not there. ValueError: there is no host tier, or there
+                is a third one.
+        """
+        if self._host is None or self.host_pages is None or self.transfers is None:
+            raise ValueError("storage needs a host tier: its pages go through it")
+        if self.storage is not None or self._is_attaching:
+            raise ValueError("there is a storage tier already: detach it first")
+        threads = getattr(self._executors.io, "_max_workers", IO_THREADS)
+        around = Surroundings(
+            self.tree,
+            self.host_pages,
+            self._host.arenas,
+            self.counters,
+            ThreadContext(self._executors.io, threads, self._given_up),
+            self.observers,
+            self._supervisor.spawn,
+            self._agree_on_prefetch,
+            self.calmed,
+        )
+        tier = StorageTier(parts, around)
+        self._is_attaching = True
+        try:
+            await tier.start()
+        except BaseException:
+            tier.end()
+            raise
+        finally:
+            self._is_attaching = False
+        self.storage = tier
+        if self.closed:  # meanwhile
+            await self.detach(0)
+
+    async def detach(self, limit: float | None) -> None:
+        """Have it no longer. What it is writing ends within `limit` seconds, or stays quarantined
+        until it does."""
+        tier, self.storage = self.storage, None
+        if tier is None:
+            return
+        self._detached.append(tier)
+        try:
+            await tier.detach(limit)
+        finally:
+            self._detached = [old for old in self._detached if len(old.io)]
+            self.calmed()
+
+    async def _agree_on_prefetch(self, tag: str, num_tokens: int) -> int:
+        if self.ranks.is_alone:
+            return num_tokens
+        return await self.agree(tag, num_tokens, num_tokens)
+
+    def _note_backup(self, boundary: Boundary) -> None:
+        """A prefix was used, or has come to the host."""
+        if self.storage is not None:
+            self.storage.backups.note(boundary)
+
+    @property
+    def io_executor(self) -> concurrent.futures.Executor:
+        """Where what takes long is done that is neither a model nor a copy."""
+        return self._executors.io
+
+    def storage_calls(self) -> list[StorageCall]:
+        """Calls under way that touch rows of the host, also of storage that was detached."""
+        tiers = [*self._detached, *([self.storage] if self.storage is not None else [])]
+        return [call for tier in tiers for call in tier.io]
+
+    def _rows_of_calls(self) -> list[list[PageIds]]:
+        """Host pages of this epoch that such calls touch; by component, for each."""
+        held = []
+        for call in self.storage_calls():
+            if call.epoch == self.epoch:
+                by_component = [NO_PAGES] * len(self.tree.components)
+                by_component[call.component] = call.ids
+                held.append(by_component)
+        return held
 
     def now(self) -> float:
         """Seconds on the loop's clock."""
@@ -419,8 +545,7 @@ class HybridCacheController:
         counters.leases_granted += 1
         counters.tokens_requested += lease.key.num_tokens
         counters.tokens_hit_device += lease.prefix_len
-        if self.transfers is not None:
-            self.write_policy.note_used(lease.published)
+        self.used(lease.published)
         if self.observers.listening:
             self._tell(EventKind.GRANTED, lease, lease.prefix_len)
 
@@ -428,6 +553,8 @@ class HybridCacheController:
         """A prefix was published, or granted: it may be worth a copy."""
         if self.transfers is not None:
             self.write_policy.note_used(boundary)
+            if self.storage is not None:
+                self.storage.backups.note(boundary)
 
     def rematched(self, lease: Lease, num_tokens: int) -> None:
         """A lease goes on from what others have published."""
@@ -440,17 +567,20 @@ class HybridCacheController:
     def committed(self, lease: Lease, num_tokens: int) -> None:
         """A lease has published tokens."""
         self.counters.tokens_committed += num_tokens
-        if self.transfers is not None:
-            self.write_policy.note_used(lease.published)
+        self.used(lease.published)
         self.claims.settle(lease.id)
         if self.observers.listening:
             self._tell(EventKind.COMMITTED, lease, num_tokens)
         self.admission.look_again()
 
-    def loaded(self, lease: Lease, num_tokens: int, *, from_host: int) -> None:
-        """A load has lengthened a lease's prefix."""
+    def loaded(
+        self, lease: Lease, num_tokens: int, *, from_host: int, from_storage: int = 0
+    ) -> None:
+        """A load has lengthened a lease's prefix; `from_host` includes what a prefetch had brought
+        there for it."""
         self.counters.tokens_hit_device += num_tokens - from_host
-        self.counters.tokens_hit_host += from_host
+        self.counters.tokens_hit_host += from_host - from_storage
+        self.counters.tokens_hit_storage += from_storage
         if self.observers.listening:
             self._tell(EventKind.LOADED, lease, num_tokens)
 
@@ -582,12 +712,13 @@ class HybridCacheController:
 
         Pages of leases stay quarantined until the lease has ended; all others are free at once.
         """
+        self.pins.close_all()
         held = [lease.held_pages() for lease in self.current_leases()]
         held.append(self.lent.held())
         held_host: list[list[PageIds]] = []
         if self.transfers is not None:
             held += self.transfers.held(Tier.DEVICE)
-            held_host = self.transfers.held(Tier.HOST)
+            held_host = self.transfers.held(Tier.HOST) + self._rows_of_calls()
         self.tree.reset()
         self.epoch = self.tree.epoch
         self.counters.resets += 1
@@ -598,6 +729,8 @@ class HybridCacheController:
         if self.transfers is not None:
             self.transfers.reset()
         self.write_policy.reset()
+        if self.storage is not None:
+            self.storage.reset()
         self.fences.reset()
         self.claims.release_all()
         self.spawn(self._sweep(), "sweep")
@@ -635,29 +768,44 @@ class HybridCacheController:
             for lease in self._open_leases():
                 lease.close()
             self._close_dropped()
+            self.pins.close_all()
             for run in self._runs:
                 if run.job is not None:
                     run.job.cancel()
-            self.write_policy.close()
             if self.transfers is not None:
-                self.transfers.cancel_all()
+                self.transfers.cancel_all(stores=False)
+            if self.storage is not None:
+                self.storage.prefetches.stop_all("the cache is closing")
+            else:
+                self._end_stores()  # without storage they would be copied for nobody
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(limit):
-                    await self.drain()
+                    await self.drain()  # what is on its way to storage comes there
+                    if self.storage is not None:
+                        await self.storage.aclose(None)
         finally:  # also when whoever closes is cancelled
+            self._end_stores()
+            if self.storage is not None:
+                self.storage.end()
             if not self._given_up.done():
                 self._given_up.set_result(None)
             self._supervisor.stop()
             for executor in self._executors.owned:
                 executor.shutdown(wait=False)
-        await self._supervisor.aclose()
+        await self._supervisor.aclose(SUPERVISOR_LIMIT_S)
         if not self.busy:
             left_s = None if limit is None else max(0.0, limit - (self.now() - began))
             await threads_ended(self._executors.owned, left_s)
-        if self._host is not None and not self.transfers:
+        if self._host is not None and not self.transfers and not self.storage_calls():
             self._host.close()
         return self.outstanding()
+
+    def _end_stores(self) -> None:
+        """Nothing more goes to the host."""
+        self.write_policy.close()
+        if self.transfers is not None:
+            self.transfers.cancel_all()
 
     # --- looking ----------------------------------------------------------------------------------
 

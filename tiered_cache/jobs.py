@@ -73,16 +73,17 @@ class DaemonExecutor(concurrent.futures.Executor):
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
         self._queue.put((future, lambda: fn(*args, **kwargs)))
         if len(self._threads) < self._num_threads:
-            thread = threading.Thread(
-                target=self._work,
-                name=f"tiered-cache-{self._name}-{len(self._threads)}",
-                daemon=True,
-            )
-            self._threads.append(thread)
-            with self._lock:
-                self._num_working += 1
-            thread.start()
+            self._start_thread()
         return future
+
+    def _start_thread(self) -> None:
+        thread = threading.Thread(
+            target=self._work, name=f"tiered-cache-{self._name}-{len(self._threads)}", daemon=True
+        )
+        self._threads.append(thread)
+        with self._lock:
+            self._num_working += 1
+        thread.start()
 
     def _work(self) -> None:
         if self._nice and sys.platform == "linux":  # elsewhere a priority is the whole process's
@@ -109,6 +110,14 @@ class DaemonExecutor(concurrent.futures.Executor):
     def _end_if_idle(self) -> None:
         if self._closed and not self._num_working and not self.ended.done():
             self.ended.set_result(None)
+
+    def grow_to(self, num_threads: int) -> None:
+        """Have so many threads at least, now: others hang, and what is queued must go on."""
+        if self._closed:
+            return
+        self._num_threads = max(self._num_threads, num_threads)
+        while len(self._threads) < num_threads:
+            self._start_thread()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Let the threads end after what is queued. With `wait`, blocks until they have."""
@@ -238,11 +247,14 @@ class Supervisor:
             for child in tuple(self._children):
                 child.cancel()
 
-    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Run `work` in the background; `on_end` is called when it no longer counts as running."""
         child = self._group.create_task(self._contained(work, name), name=f"tiered-cache-{name}")
         self._children.add(child)
         child.add_done_callback(self._ended)
+        # Cancelled before its first step, the child has never begun to await it.
+        child.add_done_callback(lambda _: work.close())
+        return child
 
     def _ended(self, child: asyncio.Task[None]) -> None:
         self._children.discard(child)
@@ -263,8 +275,9 @@ class Supervisor:
         """Cancel what runs and end, in the next turns of the loop."""
         self._closing.set()
 
-    async def aclose(self) -> None:
-        """`stop`, and wait for the end. Idempotent, from any task."""
+    async def aclose(self, timeout: float | None = None) -> None:
+        """`stop`, and wait for the end, up to `timeout` seconds: a child may be somebody else's
+        code. Idempotent, from any task."""
         self.stop()
         if self._task is not None:
-            await asyncio.wait([self._task])
+            await asyncio.wait([self._task], timeout=timeout)

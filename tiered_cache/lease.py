@@ -19,6 +19,7 @@ the run has ended. Of a load that is not complete, that is nothing to read witho
 from __future__ import annotations
 
 import asyncio
+import sys
 import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from tiered_cache.fences import Fence
     from tiered_cache.keys import RadixKey
     from tiered_cache.layers import LayerWaits
+    from tiered_cache.prefetch import PrefetchHandle
     from tiered_cache.transfers import Transfer
     from tiered_cache.tree.locks import Receipt
     from tiered_cache.types import PageIds
@@ -78,14 +80,18 @@ class Lease:
         "_full_hit_length",
         "_layerwise",
         "_load",
+        "_not_fetched",
         "_num_runs",
         "_page_size",
+        "_prefetch",
         "_promised",
         "_retired",
         "_reused",
         "_reused_host",
+        "_reused_storage",
         "_running",
         "_seen",
+        "_storage_from",
         "committed",
         "epoch",
         "granted_at",
@@ -131,6 +137,10 @@ class Lease:
         self._deferred = 0  # commit up to here when the last run has ended
         self._reused = 0
         self._reused_host = 0  # what of it a load brought
+        self._reused_storage = 0  # what of that a prefetch had brought to the host
+        self._prefetch: PrefetchHandle | None = None
+        self._not_fetched = ""  # why storage had no more of it
+        self._storage_from = sys.maxsize  # what device and host had before it
         self._full_hit_length = 0
         self._promised = 0  # of `unspent`, what the accounts know
         self._seen = -1  # the tree's growth when it was last matched
@@ -165,15 +175,42 @@ class Lease:
         match = controller.tree.match_prefix(MatchPrefixParams(self.key, limit))
         return await controller.agree(f"grant {self.id}", limit, match.best_length)
 
+    async def prefetch(self, limit: int, timeout: float | None) -> None:
+        """Have storage bring to the host what is missing of the first `limit` tokens, as long as
+        the configured policy and `timeout` have it; hold it there until `end_prefetch`."""
+        storage = self._controller.storage
+        if storage is None or self._prefetch is not None:
+            return
+        match = self._controller.tree.match_prefix(MatchPrefixParams(self.key, limit))
+        missing = limit - limit % self._page_size - match.best_length
+        # Where there are several ranks, all of them ask, or none: another may have less.
+        if self._controller.ranks.is_alone and not storage.prefetches.is_worth(missing):
+            return
+        self._storage_from = match.best_length
+        name = f"lease {self.id}"
+        self._prefetch = storage.prefetches.start(self.key, limit, name=name)
+        await self._prefetch.wait(timeout=timeout)
+        self._controller.check()
+
+    def end_prefetch(self) -> None:
+        """What it brought is taken, or not needed; and so is what others have brought for it."""
+        if self._prefetch is not None:
+            self._not_fetched = self._prefetch.why
+            self._prefetch.close()
+            self._prefetch = None
+        storage = self._controller.storage
+        if storage is not None and self.receipt is not None and not self.is_stale:
+            storage.prefetches.note_granted(self.receipt)
+
     def admit_now(self, limit: int) -> bool:
         """If there is a place and nobody ahead, hold what the device has of the first `limit`
         tokens."""
         return self._controller.admission.admit_now(partial(self._try_grant, limit))
 
-    async def admit(self, limit: int, timeout: float | None) -> None:
+    async def admit(self, limit: int, timeout: float | None, place: int | None) -> None:
         """`admit_now`, in the very step in which there is a place."""
         controller, attempt = self._controller, partial(self._try_grant, limit)
-        await controller.admission.admit(attempt, timeout, controller.check)
+        await controller.admission.admit(attempt, timeout, controller.check, place)
 
     @property
     def may_be_longer(self) -> bool:
@@ -232,7 +269,8 @@ class Lease:
         """What it was admitted with is gone (a reset): it is as it was before."""
         self.close()
         self.prefix_len = self.committed = self._computed = self._promised = 0
-        self._reused = self._reused_host = 0
+        self._reused = self._reused_host = self._reused_storage = 0
+        self._storage_from = sys.maxsize
         self._load = None
         self.table.cut(0)
 
@@ -246,23 +284,36 @@ class Lease:
         if boundary is None:
             return
         brought = load.start + load.num_committed * self._page_size
-        from_host = max(0, min(boundary.depth, brought) - max(self.committed, load.start))
+        start, stop = max(self.committed, load.start), min(boundary.depth, brought)
+        from_host = max(0, stop - start)
         gained = boundary.depth - self._computed
-        self._take_over(boundary, from_host=from_host)
         if gained > 0:
-            controller.loaded(self, gained, from_host=min(gained, from_host))
+            self._reused_host += from_host
+            self._reused_storage += self._of_storage(start, stop)
+        self._take_over(boundary)
+        if gained > 0:
+            from_host = min(gained, from_host)
+            from_storage = min(from_host, self._of_storage(start, stop))
+            controller.loaded(self, gained, from_host=from_host, from_storage=from_storage)
+
+    def _of_storage(self, start: int, stop: int) -> int:
+        """How many of these tokens a prefetch had brought to the host."""
+        return max(0, stop - max(start, self._storage_from))
 
     def use_load(self, stop: int, layers: LayerWaits) -> None:
         """The table names pages up to `stop` that are coming: a model waits for each layer."""
         gained = stop - self._computed
         self._reused += gained
         self._reused_host += gained
+        self._reused_storage += self._of_storage(self._computed, stop)
         self._computed = self.prefix_len = stop
         self.layers = layers
 
     def load_is_complete(self) -> None:
         """All that it used before is the tree's now."""
-        self._controller.loaded(self, self._reused_host, from_host=self._reused_host)
+        self._controller.loaded(
+            self, self._reused_host, from_host=self._reused_host, from_storage=self._reused_storage
+        )
         if self._deferred and not self._num_runs:
             self._publish_deferred()
 
@@ -276,6 +327,7 @@ class Lease:
         lost = max(0, load.end - self.committed)
         self._reused -= lost
         self._reused_host -= lost
+        self._reused_storage -= self._of_storage(self.committed, load.end)
         self._computed = self.prefix_len = self.committed
         self._cuts = [*self._cuts, self.committed]
         self._deferred = load.end = 0
@@ -304,7 +356,11 @@ class Lease:
     @property
     def hits(self) -> Hits:
         """Tokens that were reused instead of computed, by the tier they came from."""
-        return Hits(device=self._reused - self._reused_host, host=self._reused_host)
+        return Hits(
+            device=self._reused - self._reused_host,
+            host=self._reused_host - self._reused_storage,
+            storage=self._reused_storage,
+        )
 
     @property
     def why(self) -> str:
@@ -323,6 +379,8 @@ class Lease:
             return f"page {page} did not come: {self._load.shortened}"
         if self._full_hit_length > self.prefix_len:
             return f"page {page} was known, but not on the device"
+        if self._not_fetched:
+            return f"page {page} was not cached; storage: {self._not_fetched}"
         return f"page {page} was not cached"
 
     # --- compute ----------------------------------------------------------------------------------
@@ -357,7 +415,7 @@ class Lease:
                 await self._agree_on_rematch()
                 start = self.frontier
             elif controller.tree.growth != self._seen:
-                self._rematch(length - 1)
+                self.rematch(length - 1)
                 start = self.frontier
             claim = controller.claims.over(self.id, self.key, start)
             if claim is None:
@@ -382,7 +440,7 @@ class Lease:
         reach = deeper.depth if deeper is not None else receipt.depth
         limit = await controller.agree(f"chunk {self.id} {self.frontier}", limit, reach)
         self.check()
-        self._rematch(limit)
+        self.rematch(limit)
 
     async def _agree_on_room(self, stop: int) -> None:
         """Raise `CapacityError` on all ranks when one has no pages up to `stop`."""
@@ -395,7 +453,7 @@ class Lease:
             controller.check_spare(beyond)
             raise controller.no_room_elsewhere(beyond)
 
-    def _rematch(self, limit: int) -> None:
+    def rematch(self, limit: int) -> None:
         """Go on from what others have published, if that is beyond what this lease has computed."""
         controller, tree, receipt = self._controller, self._controller.tree, self.receipt
         assert receipt is not None, "granted leases hold a receipt"
@@ -419,7 +477,7 @@ class Lease:
         would_protect = self._controller.tree.would_protect(boundary)
         return all(pages <= room for pages, room in zip(would_protect, spare, strict=True))
 
-    def _take_over(self, boundary: Boundary, *, from_host: int = 0) -> None:
+    def _take_over(self, boundary: Boundary) -> None:
         """Hold a deeper device boundary, and use the tree's pages up to it instead of own ones."""
         tree, receipt = self._controller.tree, self.receipt
         assert receipt is not None, "granted leases hold a receipt"
@@ -432,7 +490,6 @@ class Lease:
             superfluous = [ids[own].copy() for ids in self.table.ids]
         if self._computed == self.prefix_len:
             self.prefix_len = max(self.prefix_len, boundary.depth)
-        self._reused_host += from_host if boundary.depth > self._computed else 0
         self._adopt_prefix(boundary.depth, tree.pages(boundary, self.committed))
         if superfluous:
             self._give_back(superfluous)

@@ -35,6 +35,19 @@ def outstanding(controller: HybridCacheController) -> list[Outstanding]:
         pages = {str(components[transfer.component].id): transfer.num_pages}
         kind = _kind_of_transfer(controller, transfer)
         found.append(Outstanding(kind, repr(transfer), now - transfer.started_at, pages))
+    for pin in controller.pins:
+        pages = {str(components[0].id): pin.num_pages}
+        found.append(Outstanding("pin", repr(pin), now - pin.since, pages))
+    if controller.storage is not None:
+        for prefetch in controller.storage.prefetches:
+            pages = {str(components[0].id): prefetch.num_pages}
+            found.append(Outstanding("prefetch", repr(prefetch), now - prefetch.started_at, pages))
+    for call in controller.storage_calls():
+        pages = {str(components[call.component].id): len(call.ids)}
+        kind = "quarantine" if call.answered.is_set() or call.epoch != controller.epoch else "read"
+        if kind == "read" and not call.is_read:
+            kind = "write"
+        found.append(Outstanding(kind, repr(call), now - call.started_at, pages))
     lent = controller.lent
     if lent:
         pages = {
@@ -87,6 +100,7 @@ def stats(controller: HybridCacheController) -> CacheStats:
         num_queued=len(controller.admission),
         num_runs=controller.num_runs,
         counters=counters,
+        storage=controller.storage.stats() if controller.storage is not None else None,
     )
 
 
@@ -136,6 +150,8 @@ def _pool_stats(controller: HybridCacheController, tier: Tier, index: int) -> Po
     if controller.transfers is not None:
         quarantined += controller.transfers.num_retired(tier, index)
         in_flight = controller.transfers.num_in_flight(tier, index)
+    if tier is Tier.HOST:
+        in_flight += sum(map(len, _rows_being_read(controller, index)))
     return PoolStats(
         capacity=pages.allocators[index].capacity,
         free=pages.allocators[index].num_free,
@@ -155,6 +171,8 @@ def _wrong_owners(
     held = [allocator.free_ids(), pages.stale(index), *private]
     if controller.transfers is not None:
         held += [by_component[index] for by_component in controller.transfers.held(tier)]
+    if tier is Tier.HOST:
+        held += _rows_being_read(controller, index)
     for node in controller.tree.nodes():
         data = node.data[index]
         value = data.value if tier is Tier.DEVICE else data.host_value
@@ -168,4 +186,14 @@ def _wrong_owners(
     return [
         f"{component.id}: pages {wrong.tolist()} on the {tier.value} have "
         f"{owners[wrong].tolist()} owners"
+    ]
+
+
+def _rows_being_read(controller: HybridCacheController, index: int) -> list[PageIds]:
+    """Rows of this epoch that storage is filling: nobody's yet. Those that it is told to keep are
+    the tree's."""
+    return [
+        call.ids
+        for call in controller.storage_calls()
+        if call.is_read and call.component == index and call.epoch == controller.epoch
     ]

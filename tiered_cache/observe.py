@@ -33,6 +33,7 @@ class EventKind(Enum):
     COMMITTED = "committed"  # a lease has published tokens
     LOADED = "loaded"  # a load has lengthened a lease's prefix
     RELEASED = "released"  # a lease has ended
+    HEALTH = "health"  # storage has become well or unwell; `detail` says how
 
 
 @dataclass(slots=True)
@@ -49,6 +50,7 @@ class Event:
     node: Node | None = None
     lease_id: int = -1
     tokens: int = 0
+    detail: str = ""
 
 
 class Observer(Protocol):

@@ -36,7 +36,6 @@ class PrefixLoad:
 
     __slots__ = (
         "_controller",
-        "_covered",
         "_lease",
         "_loads",
         "_using",
@@ -49,8 +48,8 @@ class PrefixLoad:
     def __init__(self, lease: Lease, controller: HybridCacheController) -> None:
         self._lease = lease
         self._controller = controller
-        self._loads: dict[Transfer, None] = {}  # all that it has waited for
-        self._covered = 0  # tokens that its loads will have brought
+        # All that it has waited for, and up to where (in tokens): others' may leave its path.
+        self._loads: dict[Transfer, int] = {}
         self._using: Sequence[Transfer] = ()  # while the lease's table names their pages
         self.pages = 0
         self.end = 0
@@ -115,10 +114,10 @@ class PrefixLoad:
             return []
         assert receipt is not None, "granted leases hold a receipt"
         assert transfers is not None, "there is a host tier"
+        lease.rematch(limit)  # planned once more: others may have published meanwhile
         boundary = tree.match_deeper(receipt, lease.key, limit, device_only=False)
         if boundary is None or boundary.depth - receipt.depth < controller.load_back_threshold:
             return []
-        self._covered = boundary.depth
         loads = []
         for piece in tree.plan_transfer(boundary, BASE, Tier.DEVICE, receipt.depth):
             if piece.ids is None:
@@ -133,7 +132,7 @@ class PrefixLoad:
                     end, piece.start, BASE, ids, piece.ids, self, by_layer=layerwise
                 )
             loads.append(load)
-            self._loads[load] = None
+            self._loads[load] = piece.stop
         return loads
 
     async def _be_promised_again(self) -> None:
@@ -191,7 +190,7 @@ class PrefixLoad:
         lease, size = self._lease, self._controller.page_size
         start = lease.committed
         for load in loads:
-            stop = min(load.depth, self._covered)  # others' loads may leave the lease's path
+            stop = self._loads[load]
             ids = load.device_ids[(start - load.start) // size : (stop - load.start) // size]
             lease.table.write(start // size, [ids])
             start = stop

@@ -18,6 +18,14 @@ class Ranks(Protocol):
     """How a rank agrees with the others. Given to `open(ranks=…)`."""
 
     @property
+    def rank(self) -> int:
+        """Which one this is, from 0."""
+
+    @property
+    def world_size(self) -> int:
+        """How many there are."""
+
+    @property
     def is_alone(self) -> bool:
         """Whether there is nobody to agree with: then nothing is asked, and nothing waits."""
 
@@ -36,6 +44,8 @@ class SingleRank:
     """The default."""
 
     is_alone = True
+    rank = 0
+    world_size = 1
 
     async def agree(self, tag: str, boundaries: Collection[int]) -> Collection[int]:
         return boundaries

@@ -44,6 +44,7 @@ class Counters:
     tokens_requested: int = 0
     tokens_hit_device: int = 0
     tokens_hit_host: int = 0
+    tokens_hit_storage: int = 0
     tokens_computed: int = 0
     tokens_committed: int = 0
     tokens_dropped: int = 0
@@ -67,14 +68,72 @@ class Counters:
     stores_refused: int = 0
     stores_skipped: int = 0
     pages_stored: int = 0
+    prefetches: int = 0
+    prefetches_joined: int = 0
+    prefetches_refused: int = 0
+    prefetches_timed_out: int = 0
+    pages_prefetched: int = 0
+    pages_backed_up: int = 0
+    backups_skipped: int = 0
+    backups_refused: int = 0
+    backups_failed: int = 0
     leases_dropped_unclosed: int = 0
     background_failures: int = 0
+
+
+@dataclass(slots=True)
+class StorageCounters:
+    """What has crossed the border since the cache was opened: objects that were there or not, and
+    bytes that were really moved."""
+
+    objects_probed: int = 0
+    objects_found: int = 0
+    objects_read: int = 0
+    bytes_read: int = 0
+    objects_missing: int = 0
+    objects_corrupt: int = 0
+    objects_unreadable: int = 0
+    objects_written: int = 0
+    bytes_written: int = 0
+    objects_existing: int = 0
+    objects_refused: int = 0
+    objects_unwritable: int = 0
+    objects_deleted: int = 0
+    calls_failed: int = 0
+    calls_timed_out: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StorageStats:
+    """The storage tier.
+
+    `reads`, `writes`: their health: closed (well), degraded, open (not asked for now), half-open;
+    `reason`: why, last. `calls_queued`, `calls_hung`: waiting for their turn; beyond their limit
+    without an end. `pages_pending`: waiting to be written. `pages_prefetched`: on the host, being
+    read or not taken yet. `num_objects`, `num_bytes`, `max_bytes`: as the backend knows (None: it
+    does not).
+    """
+
+    is_connected: bool
+    reads: str
+    writes: str
+    reason: str
+    read_latency_s: float
+    write_latency_s: float
+    calls_queued: int
+    calls_hung: int
+    pages_pending: int
+    pages_prefetched: int
+    num_objects: int | None
+    num_bytes: int | None
+    max_bytes: int | None
+    counters: StorageCounters
 
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
     """A snapshot of a cache. `pools`: per component, of the device tier; `host`: of the host tier
-    (empty without one)."""
+    (empty without one); `storage`: None without one."""
 
     pools: dict[str, PoolStats]
     host: dict[str, PoolStats]
@@ -83,10 +142,11 @@ class CacheStats:
     num_queued: int
     num_runs: int
     counters: Counters = field(default_factory=Counters)
+    storage: StorageStats | None = None
 
     @property
     def hit_rate(self) -> float:
         """Share of the requested prompt tokens that were not computed."""
         counters = self.counters
-        reused = counters.tokens_hit_device + counters.tokens_hit_host
+        reused = counters.tokens_hit_device + counters.tokens_hit_host + counters.tokens_hit_storage
         return reused / counters.tokens_requested if counters.tokens_requested else 0.0

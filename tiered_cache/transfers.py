@@ -146,6 +146,7 @@ class Transfers:
         mover: Mover,
         counters: Counters,
         changed: Callable[[], None],
+        stored: Callable[[Boundary], None],
     ) -> None:
         self._tree = tree
         self._page_size = tree.page_size
@@ -153,6 +154,7 @@ class Transfers:
         self._mover = mover
         self._counters = counters
         self._changed = changed
+        self._stored = stored
         self._loop = asyncio.get_running_loop()
         self._active: dict[Transfer, None] = {}  # a dict for its order
         self._retired: list[Retired] = []
@@ -232,6 +234,8 @@ class Transfers:
         """One more needs it."""
         load.waiters[waiter] = None
         self._counters.loads_joined += 1
+        if load.has_moved:  # it waits for what is above it, which others may have published
+            self._loop.call_soon(self._commit_loads)
 
     def leave(self, loads: Iterable[Transfer], waiter: Waiter) -> None:
         """One fewer does. A load that nobody needs ends soon, and keeps what has arrived
@@ -309,6 +313,8 @@ class Transfers:
             transfer.funder.on_load_ended(transfer)
         self._retire(transfer, unused)
         tree.unpin_transfer(transfer.pinned)
+        if count and transfer.target is Tier.HOST:
+            self._stored(boundary)
         if transfer.progress is not None:
             if transfer.is_complete:
                 transfer.progress.finish()
@@ -363,10 +369,12 @@ class Transfers:
 
     # --- life cycle -------------------------------------------------------------------------------
 
-    def cancel_all(self) -> None:
-        """The cache is being closed: end everything as soon as the copy threads allow, and let
-        nobody wait for that."""
+    def cancel_all(self, *, stores: bool = True) -> None:
+        """The cache is being closed: end everything (or all loads) as soon as the copy threads
+        allow, and let nobody wait for that."""
         for transfer in tuple(self._active):
+            if transfer.target is Tier.HOST and not stores:
+                continue
             if not transfer.has_moved:
                 self._cancel(transfer)
             transfer.ended.set()

@@ -93,6 +93,8 @@ class Storing(NamedTuple):
     counters: Counters
     max_pages: int
     """What one store copies at most."""
+    rows_are_coming: Callable[[], bool]
+    """Whether the host may have more room soon: it holds pages that are being backed up."""
     looked: Callable[[], None]
     """To be called when something that was to be started has been, or could not."""
 
@@ -124,7 +126,7 @@ class Turn(Enum):
 
     TAKEN = "taken"  # a copy was started, or there was nothing to copy
     AFTER_ANOTHER = "after another"  # a copy above it is under way, and may still fail
-    WHO_KNOWS = "who knows"  # it waits for spare pages, or for a fence
+    WHO_KNOWS = "who knows"  # it waits for spare pages on either tier, or for a fence
 
 
 class WriteThrough:
@@ -152,7 +154,8 @@ class WriteThrough:
         node = boundary.node
         while node.parent is not None and node.parent.end >= boundary.depth:
             node = node.parent  # cut since
-        if node.data[BASE].host_value is None and node.parent is not None:
+        data = node.data[BASE]
+        if data.host_value is None and not data.stored and node.parent is not None:
             if len(self._queue) >= MAX_QUEUED:
                 self._parts.counters.stores_skipped += 1
                 return
@@ -228,12 +231,15 @@ class WriteThrough:
             self._num_active -= 1
             # The rest of the path comes next; after a failure it waits for the next use.
             is_current = store.epoch == parts.tree.epoch
-            if store.is_complete and store.num_pages == num_wanted and is_current:
+            has_room = store.num_pages == num_wanted or parts.rows_are_coming()
+            if store.is_complete and has_room and is_current:
                 self._queue.appendleft(boundary)
                 self._coming[boundary.node] += 1
             self.look_again()
 
         num_taken = parts.store(boundary.node, part, on_end)
+        if not num_taken and parts.rows_are_coming():
+            return Turn.WHO_KNOWS
         if num_taken < num_wanted:
             parts.counters.stores_refused += 1
         self._num_active += num_taken > 0
@@ -248,7 +254,10 @@ class WriteThrough:
             node = node.parent
         if node.parent is None:
             return None
-        pieces = tree.plan_transfer(Boundary(node, node.end), BASE, Tier.HOST)
+        # A host that is smaller than the device would else copy in circles: what storage has makes
+        # room for what it has not (semantics §8.3–4).
+        end = Boundary(node, node.end)
+        pieces = tree.plan_transfer(end, BASE, Tier.HOST, unless_stored=True)
         return pieces[0] if pieces else None
 
 

@@ -167,8 +167,8 @@ MUTANTS: Final = [
         rule="§11.5",
         harm="a large request starves",
         file=ADMISSION,
-        old="(self._turns.appendleft if first else self._turns.append)(turn)",
-        new="self._turns.appendleft(turn)",
+        old="insort(self._turns, turn, key=itemgetter(0))",
+        new="self._turns.insert(0, turn)",
         test=RULES + "test_admission_is_in_order_of_arrival",
     ),
     Mutant(

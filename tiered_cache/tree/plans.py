@@ -36,6 +36,16 @@ class Pinned(NamedTuple):
     source: Receipt | None
 
 
+class Unhashed(NamedTuple):
+    """Tokens (as `RadixKey.data`) whose page keys are not known, from `start` on; `previous`: what
+    the chain goes on from."""
+
+    start: int
+    data: bytes
+    previous: bytes
+    is_bigram: bool
+
+
 @dataclass(slots=True)
 class RoomPlan:
     """What a round of making room without losing anything comes to (semantics §7.3).

@@ -29,7 +29,7 @@ from tiered_cache.tree.components.base import (
 from tiered_cache.tree.leaves import LeafSets
 from tiered_cache.tree.locks import Receipt, ReceiptBook
 from tiered_cache.tree.node import BASE, ComponentData, Node
-from tiered_cache.tree.plans import Pinned, RoomPlan
+from tiered_cache.tree.plans import Pinned, RoomPlan, Unhashed
 from tiered_cache.tree.policies import EvictionPolicy, make_policy
 from tiered_cache.types import (
     Boundary,
@@ -53,6 +53,10 @@ DEVICE: Final = Tier.DEVICE  # looking an enum member up costs as much as a tree
 PIECE_TOKENS: Final = 4096
 """A longer edge is compared in pieces of this size (32 KiB): one that differs late is read once,
 not twice."""
+
+
+MAX_ROUNDS: Final = 8
+"""Walks over all nodes that `forget_all_stored` makes at most; each finds less."""
 
 
 class RadixTree:
@@ -315,6 +319,64 @@ class RadixTree:
             result.duplicates = join_each(refused)
         return result
 
+    def insert_host(
+        self,
+        key: RadixKey,
+        start: int,
+        component: int,
+        ids: PageIds,
+        page_keys: Sequence[bytes] = (),
+    ) -> tuple[Boundary | None, PageIds]:
+        """`ids` are rows on the host that now hold a component's pages of `key` from `start` on
+        (5.11). The boundary at their end, and the ids that were not taken.
+
+        The boundary is None, and nothing was taken, when the path above `start` is not complete on
+        device and host (any more). `page_keys`: of all pages up to the end, where they are known.
+        """
+        size = self.page_size
+        stop = start + len(ids) * size
+        path, depth = self._known(key, stop)
+        for node in path:
+            base = node.data[BASE]
+            if node.start < start and base.value is None and base.host_value is None:
+                return None, ids
+        if depth < start:
+            return None, ids
+        node = path[-1] if path else self.root
+        if node.end > depth:
+            node = path[-1] = self._split_node(node, depth)
+        if depth < stop:
+            path.append(self._hang(node, key, depth, stop))
+        self._stamp += 1
+        unused = self.commit_transfer(Boundary(path[-1], stop), component, Tier.HOST, ids)
+        path = self._path_to(path[-1])[::-1]
+        for other in self.components:
+            other.touch(path, self._stamp)
+        for node in path:
+            if node.page_keys is None and page_keys:
+                node.page_keys = list(page_keys[node.start // size : node.end // size])
+        return Boundary(path[-1], stop), unused
+
+    def _known(self, key: RadixKey, length: int) -> tuple[list[Node], int]:
+        """As `_walk` from the root, through nodes that are dead, too."""
+        data, overlap = key.data, key.overlap
+        step = self._page_bytes + overlap
+        path: list[Node] = []
+        depth = 0
+        while depth < length:
+            at = depth * TOKEN_BYTES
+            page = data[at : at + step]
+            above = path[-1] if path else self.root
+            child = above.children.get(page if depth else key.root_prefix + page)
+            if child is None:
+                break
+            path.append(child)
+            reached = self._common_depth(child.key, data, depth, min(child.end, length), overlap)
+            if reached < child.end:
+                return path, reached
+            depth = reached
+        return path, depth
+
     def _num_insert_pages(self, params: InsertParams, units: int) -> int:
         """Whole pages to insert, of a key of that many units."""
         length, page_size, owned = params.length, self.page_size, params.prev_prefix_len
@@ -342,25 +404,31 @@ class RadixTree:
         """Hang `[start, stop)` below `path`, cut where a component or the prompt's end wants a
         boundary."""
         key, parent = params.key, path[-1] if path else self.root
-        data, overlap, step = key.data, key.overlap, self._page_bytes + key.overlap
         ends: tuple[int, ...] = (stop,)
         if params.prompt_len is not None or self._cutting:
             ends = self._leaf_ends(start, stop, params)
         for end in ends:
-            at = start * TOKEN_BYTES
-            child_key = data[at : at + step] if start else key.root_prefix + data[:step]
-            edge = data[at : end * TOKEN_BYTES + overlap]
-            fresh = self._new_data(self._stamp)
-            leaf = Node(
-                edge, child_key, end, parent, key.namespace, fresh, self._stamp, params.priority
-            )
+            leaf = self._hang(parent, key, start, end)
+            leaf.priority = params.priority
             leaf.hit_count = 1 if end > params.inserted_len else 0
-            parent.children[child_key] = leaf
-            self.num_nodes += 1
             for component in self.components:
                 component.commit_insert_component_data(leaf, start, params, result)
             path.append(leaf)
             parent, start = leaf, end
+
+    def _hang(self, parent: Node, key: RadixKey, start: int, stop: int) -> Node:
+        """A new node `[start, stop)` below `parent`, which is nowhere yet."""
+        data = key.data
+        at = start * TOKEN_BYTES
+        child_key = data[at : at + self._page_bytes + key.overlap]
+        if not start:
+            child_key = key.root_prefix + child_key
+        edge = data[at : stop * TOKEN_BYTES + key.overlap]
+        fresh = self._new_data(self._stamp)
+        leaf = Node(edge, child_key, stop, parent, key.namespace, fresh, self._stamp)
+        parent.children[child_key] = leaf
+        self.num_nodes += 1
+        return leaf
 
     def _leaf_ends(self, start: int, stop: int, params: InsertParams) -> tuple[int, ...]:
         ends = {stop}
@@ -683,16 +751,24 @@ class RadixTree:
     # --- transfers --------------------------------------------------------------------------------
 
     def plan_transfer(
-        self, boundary: Boundary, component: int, target: Tier, start: int = 0
+        self,
+        boundary: Boundary,
+        component: int,
+        target: Tier,
+        start: int = 0,
+        *,
+        unless_stored: bool = False,
     ) -> list[Piece]:
         """What the path to `boundary` lacks on `target` from `start` on and can be brought, root
-        first; cuts the path where the boundary is.
+        first; cuts the path where the boundary is. `unless_stored`: and storage lacks it, too.
 
         Raises:
             StaleError: the boundary's node is gone.
         """
         path = self._path_to(self.cut(boundary))[::-1]
-        return self.components[component].build_hicache_transfers(path, start, target)
+        return self.components[component].build_hicache_transfers(
+            path, start, target, unless_stored=unless_stored
+        )
 
     def pin_transfer(
         self, boundary: Boundary, start: int, component: int, target: Tier, transfer: object
@@ -721,8 +797,112 @@ class RadixTree:
 
     def believe_stored(self, node: Node, component: int, is_stored: bool) -> None:
         """Note whether storage has a component's pages of a node (8.4)."""
-        node.data[component].stored = is_stored
-        self.leaves.refresh(node)
+        data = node.data[component]
+        if data.stored is not is_stored:
+            data.stored = is_stored
+            self.leaves.refresh(node)
+            if self.observers.listening:
+                kind = EventKind.STORED if is_stored else EventKind.REMOVED
+                self.components[component].tell(kind, Tier.STORAGE, node)
+
+    def believe_span_stored(self, node: Node, start: int, component: int) -> None:
+        """Storage has a component's pages from `start`, where a node begins, to the end of
+        `node`."""
+        current: Node | None = node
+        while current is not None and current.parent is not None and current.start >= start:
+            self.believe_stored(current, component, True)
+            current = current.parent
+
+    def forget_stored(self, key: RadixKey, depth: int) -> EvictResult:
+        """Storage lacks what it was believed to have of `key` from `depth` on (8.4).
+
+        Host copies below a node that is nowhere now cannot be reached: they are given up, unless
+        somebody holds one; then the belief stays, for as long as it hides nothing.
+        """
+        eviction = Eviction(Tier.HOST, len(self.components))
+        path, _ = self._known(key, len(key) - len(key) % self.page_size)
+        for node in reversed([node for node in path if node.end > depth]):
+            self._forget_stored(node, eviction)
+        return eviction.result()
+
+    def believed_length(self, key: RadixKey) -> int:
+        """Tokens of `key` that some tier has, storage by belief."""
+        path, depth = self._known(key, len(key) - len(key) % self.page_size)
+        for node in path:
+            data = node.data[BASE]
+            if data.value is None and data.host_value is None and not data.stored:
+                return node.start
+        return depth
+
+    def forget_all_stored(self, max_nodes: int) -> Iterator[EvictResult]:
+        """`forget_stored` of everything, `max_nodes` nodes at a time: storage is another one, or
+        empty. What is believed meanwhile is believed of the new one."""
+        found = True
+        for _ in range(MAX_ROUNDS):  # what was split between two steps is met in another round
+            if not found:
+                return
+            found = False
+            eviction = Eviction(Tier.HOST, len(self.components))
+            for count, node in enumerate(self.nodes(), 1):
+                if node.parent is not None and any(data.stored for data in node.data):
+                    self._forget_stored(node, eviction)
+                    found = found or not any(data.stored for data in node.data)
+                if count % max_nodes == 0:
+                    yield eviction.result()
+                    eviction = Eviction(Tier.HOST, len(self.components))
+            yield eviction.result()
+
+    def _forget_stored(self, node: Node, eviction: Eviction) -> None:
+        base = node.data[BASE]
+        if base.value is None and base.host_value is None and node.children:
+            below = list(self._subtree(node))
+            if any(_is_held_host_copy(other) for other in below):
+                return
+            for other in reversed(below):
+                self._drop(other, eviction)
+        for index in range(len(self.components)):
+            self.believe_stored(node, index, False)
+        self._prune(node)
+
+    # --- page keys --------------------------------------------------------------------------------
+
+    def unhashed(self, boundary: Boundary) -> Unhashed | None:
+        """What must be hashed before the page keys of the path to `boundary` are all known; None
+        when they are."""
+        path = self._path_to(self.cut(boundary))[::-1]
+        for at, node in enumerate(path):
+            if node.page_keys is None:
+                above = path[at - 1].page_keys if at else None
+                seed = namespace_seed(node.namespace)
+                # Edges of a bigram key overlap by a token.
+                overlap = TOKEN_BYTES if node.namespace.is_bigram else 0
+                parts = [other.key[: len(other.key) - overlap] for other in path[at:]]
+                tail = path[-1].key[len(path[-1].key) - overlap :]
+                return Unhashed(
+                    node.start,
+                    b"".join((*parts, tail)),
+                    above[-1] if above else seed,
+                    node.namespace.is_bigram,
+                )
+        return None
+
+    def remember_page_keys(self, boundary: Boundary, start: int, keys: Sequence[bytes]) -> None:
+        """`keys` are those of the pages of `[start, boundary)`."""
+        size = self.page_size
+        for node in self._path_to(self.cut(boundary)):
+            if node.page_keys is None and node.start >= start:
+                first = (node.start - start) // size
+                node.page_keys = list(keys[first : first + (node.end - node.start) // size])
+
+    def keys_of(self, boundary: Boundary, start: int) -> list[bytes]:
+        """The page keys of `[start, boundary)`, all of which are known."""
+        path = self._path_to(self.cut(boundary))[::-1]
+        keys: list[bytes] = []
+        for node in path:
+            if node.end > start:
+                assert node.page_keys is not None, "the caller has hashed them"
+                keys += node.page_keys[max(0, start - node.start) // self.page_size :]
+        return keys
 
     def is_on_device(self, node: Node, depth: int) -> bool:
         """Whether the path to `node` is on the device up to `depth`, where one of its nodes

@@ -245,10 +245,11 @@ class TreeComponent(ABC):
     # --- transfer ---------------------------------------------------------------------------------
 
     def build_hicache_transfers(
-        self, path: Sequence[Node], start: int, target: Tier
+        self, path: Sequence[Node], start: int, target: Tier, *, unless_stored: bool = False
     ) -> list[Piece]:
         """What `path` (root first) lacks on `target` from `start` on, and another tier has or is
-        bringing; root first, consecutive pages in one piece.
+        bringing; root first, consecutive pages in one piece. `unless_stored`: what storage is
+        believed to have is not lacking.
 
         Ends where neither is the case. As it stands here, for components with an id per page.
         """
@@ -259,7 +260,7 @@ class TreeComponent(ABC):
             there, source = data.value, data.host_value
             if target is Tier.HOST:
                 there, source = source, there
-            if node.end <= start or there is not None:
+            if node.end <= start or there is not None or (unless_stored and data.stored):
                 continue
             pending = data.pending
             if pending is None and source is None:

@@ -1,0 +1,245 @@
+"""The file backend against plain files: the same bytes, threads and jobs, in the same run.
+
+Reads carry the proof of each row (header and checksum, `storage.record`), writes the sealing of it,
+as the cache has them. The plain side opens, reads and closes the very same files, or writes others
+and renames them. Both take turns, and ratios are taken within a turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import secrets
+import tempfile
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+from time import perf_counter, process_time
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from benchmarks.measure import Row
+from tiered_cache.jobs import DaemonExecutor, run_to_end, submit, threads_ended
+from tiered_cache.storage.backend import ReadResult, WriteResult
+from tiered_cache.storage.record import Arrivals, RecordFormat, fingerprint
+from tiered_cache_file import FileBackend, FileOptions
+from tiered_cache_file.layout import Layout
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from tiered_cache.storage import ObjectKey
+
+T = TypeVar("T")
+
+NUM_THREADS: Final = 4
+CALL_BYTES: Final = 32 << 20
+"""Of one call of the backend, as the cache makes them."""
+JOB_BYTES: Final = CALL_BYTES // NUM_THREADS
+CALLS: Final = 8
+ROW_BYTES: Final = {"256 KiB": 256 << 10, "2 MiB": 2 << 20}
+
+
+def run(repeat: int = 5, *, quick: bool = False) -> list[Row]:
+    """Three lines for each row length: cold reads, warm reads, writes; medians over all turns."""
+    return [
+        row
+        for name, row_bytes in ROW_BYTES.items()
+        for row in asyncio.run(_lines(name, row_bytes, 1 if quick else CALLS, repeat))
+    ]
+
+
+async def _lines(name: str, row_bytes: int, num_calls: int, repeat: int) -> list[Row]:
+    context = _Context()
+    try:
+        with tempfile.TemporaryDirectory(prefix="tiered-cache-bench-", dir=".") as folder:
+            backend = await FileBackend.open(FileOptions(path=f"{folder}/kept"), context)
+            try:
+                bench = _Bench(backend, context, folder, row_bytes)
+                return await bench.lines(name, num_calls, repeat)
+            finally:
+                await backend.aclose()
+    finally:
+        context.executor.shutdown(wait=False)
+        await threads_ended([context.executor], 5)
+
+
+class _Context:
+    """What the cache gives a backend: its threads."""
+
+    num_threads = NUM_THREADS
+
+    def __init__(self) -> None:
+        self.executor = DaemonExecutor("io", NUM_THREADS)
+
+    async def run(self, fn: Callable[..., T], *args: Any) -> T:
+        return await run_to_end(submit(self.executor, fn, *args))
+
+
+@dataclass(frozen=True, slots=True)
+class _Time:
+    """By the clock, and of all threads together."""
+
+    elapsed_s: float
+    cpu_s: float
+
+    @classmethod
+    async def of(cls, work: Awaitable[object]) -> _Time:
+        start_s, start_cpu_s = perf_counter(), process_time()
+        await work
+        return cls(perf_counter() - start_s, process_time() - start_cpu_s)
+
+
+@dataclass(slots=True)
+class _Batch:
+    """The objects of one call."""
+
+    page_keys: list[bytes]
+    keys: list[ObjectKey]
+    paths: list[str]
+
+
+@dataclass
+class _Bench:
+    """Rows of one length in memory, and objects of that length in files."""
+
+    backend: FileBackend
+    context: _Context
+    folder: str
+    row_bytes: int
+    turns: dict[str, list[tuple[_Time, _Time]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.record = RecordFormat(
+            "full", fingerprint({"of": "benchmark"}), self.row_bytes, self.row_bytes
+        )
+        self.layout = Layout(os.path.abspath(f"{self.folder}/kept"))
+        arena = memoryview(mmap.mmap(-1, CALL_BYTES))
+        for start in range(0, CALL_BYTES, 1 << 20):
+            arena[start : start + (1 << 20)] = secrets.token_bytes(1 << 20)
+        self.rows = [
+            arena[start : start + self.row_bytes] for start in range(0, CALL_BYTES, self.row_bytes)
+        ]
+        os.mkdir(f"{self.folder}/plain")
+
+    def batch(self) -> _Batch:
+        page_keys = [secrets.token_bytes(32) for _ in self.rows]
+        keys = [self.record.object_key(page_key) for page_key in page_keys]
+        return _Batch(page_keys, keys, [self.layout.path(key) for key in keys])
+
+    async def lines(self, name: str, num_calls: int, repeat: int) -> list[Row]:
+        batches = [self.batch() for _ in range(num_calls)]
+        for batch in batches:
+            await self.write(batch)
+            _sync(batch.paths)
+        for turn in range(repeat):
+            for number, batch in enumerate(batches):
+                plain_first = (turn + number) % 2 == 0
+                reads = partial(self.plain_read, batch), partial(self.read, batch)
+                cool = partial(_cool, batch.paths)
+                await self._turn(f"{name} rows, cold read", *reads, plain_first, cool)
+                await self._turn(f"{name} rows, warm read", *reads, plain_first)
+                fresh = self.batch()
+                writes = self.plain_write, partial(self.write, fresh)
+                await self._turn(f"{name} rows, write", *writes, plain_first)
+                await self.backend.delete(fresh.keys)
+                self.remove_plain()
+        return [self._line(line) for line in self.turns]
+
+    async def _turn(
+        self,
+        line: str,
+        plain: Callable[[], Awaitable[None]],
+        kept: Callable[[], Awaitable[None]],
+        plain_first: bool,
+        before: Callable[[], None] = lambda: None,
+    ) -> None:
+        times = {}
+        for side in (plain, kept) if plain_first else (kept, plain):
+            before()
+            times[side] = await _Time.of(side())
+        self.turns.setdefault(line, []).append((times[plain], times[kept]))
+
+    def _line(self, line: str) -> Row:
+        turns = self.turns[line]
+        return Row(
+            "files",
+            line,
+            {
+                "plain_x": median(plain.elapsed_s / kept.elapsed_s for plain, kept in turns),
+                "cpu_x": median(plain.cpu_s / kept.cpu_s for plain, kept in turns),
+                "gb_per_s": median(CALL_BYTES / kept.elapsed_s for _, kept in turns) / 1e9,
+                "plain_gb_per_s": median(CALL_BYTES / plain.elapsed_s for plain, _ in turns) / 1e9,
+            },
+        )
+
+    # --- the backend, as the cache calls it -------------------------------------------------------
+
+    async def read(self, batch: _Batch) -> None:
+        arrivals = Arrivals(self.record, self.rows, batch.page_keys)
+        results = await self.backend.read(batch.keys, self.rows, arrivals.arrived)
+        verdicts = await self.context.run(arrivals.verdicts, range(len(self.rows)))
+        if set(results) != {ReadResult.READ} or any(verdicts):
+            raise RuntimeError(f"not read: {results}, {verdicts}")
+
+    async def write(self, batch: _Batch) -> None:
+        await self.context.run(self._seal, batch)
+        results = await self.backend.write(batch.keys, self.rows)
+        if set(results) != {WriteResult.WRITTEN}:
+            raise RuntimeError(f"not written: {results}")
+
+    def _seal(self, batch: _Batch) -> None:
+        for row, page_key in zip(self.rows, batch.page_keys, strict=True):
+            self.record.seal(row, page_key)
+
+    # --- plain files ------------------------------------------------------------------------------
+
+    async def plain_read(self, batch: _Batch) -> None:
+        await self._in_jobs(_read_plain, batch.paths)
+
+    async def plain_write(self) -> None:
+        await self._in_jobs(
+            _write_plain, [f"{self.folder}/plain/{n}" for n in range(len(self.rows))]
+        )
+
+    def remove_plain(self) -> None:
+        for name in os.listdir(f"{self.folder}/plain"):
+            os.unlink(f"{self.folder}/plain/{name}")
+
+    async def _in_jobs(self, job: Callable[..., None], paths: Sequence[str]) -> None:
+        num = JOB_BYTES // self.row_bytes
+        async with asyncio.TaskGroup() as group:
+            for start in range(0, len(paths), num):
+                part = paths[start : start + num], self.rows[start : start + num]
+                group.create_task(self.context.run(job, *part))
+
+
+def _read_plain(paths: Sequence[str], rows: Sequence[memoryview]) -> None:
+    for path, row in zip(paths, rows, strict=True):
+        fd = os.open(path, os.O_RDONLY)
+        if os.preadv(fd, [row], 0) != len(row):
+            raise RuntimeError("a short read")
+        os.close(fd)
+
+
+def _write_plain(paths: Sequence[str], rows: Sequence[memoryview]) -> None:
+    for path, row in zip(paths, rows, strict=True):
+        fd = os.open(f"{path}.new", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        if os.write(fd, row) != len(row):
+            raise RuntimeError("a short write")
+        os.close(fd)
+        os.rename(f"{path}.new", path)
+
+
+def _sync(paths: Sequence[str]) -> None:
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY)
+        os.fsync(fd)
+        os.close(fd)
+
+
+def _cool(paths: Sequence[str]) -> None:
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)

@@ -1,0 +1,102 @@
+"""Three tiers over a backend that a test can spoil, stop and look into."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+from tests.lease_helpers import P, Rig, rig
+from tiered_cache import RadixKey
+from tiered_cache.storage.backend import SCOPE_BYTES, ObjectKey
+from tiered_cache.testing.faulty_backend import Fault, FaultyBackend
+from tiered_cache_memory import MemoryBackend
+
+MODEL: Final = {
+    "id": "test/model",
+    "revision": "1",
+    "dtype": "float32",
+    "num_layers": 2,
+    "num_kv_heads": 1,
+    "head_dim": 2,
+}
+
+
+class Store(FaultyBackend):
+    """A backend in memory, with faults; its content outlives caches."""
+
+    def __init__(self, kept: MemoryBackend | None = None) -> None:
+        self.kept = kept or MemoryBackend()
+        super().__init__(self.kept)
+
+    @property
+    def rows(self) -> dict[ObjectKey, bytes]:
+        return self.kept._kept.rows
+
+    def pages_of(self, tokens: Any, **namespace: Any) -> list[bytes]:
+        """Page keys of all whole pages of a prompt."""
+        return RadixKey(tokens, **namespace).page_keys(P)
+
+    def key_of(self, tokens: Any, page: int) -> ObjectKey:
+        """The object of one page, which is kept."""
+        wanted = self.pages_of(tokens)[page]
+        return next(key for key in self.rows if key[SCOPE_BYTES:] == wanted)
+
+    def has(self, tokens: Any, **namespace: Any) -> str:
+        """Which whole pages of a prompt are kept: S or -, root first."""
+        there = {key[SCOPE_BYTES:] for key in self.rows}
+        return "".join("S" if key in there else "-" for key in self.pages_of(tokens, **namespace))
+
+    def fault(self, *args: Any, **fault: Any) -> Fault:
+        made = Fault(*args, **fault)
+        self.faults.append(made)
+        return made
+
+
+@contextlib.asynccontextmanager
+async def three_tiers(
+    pages: int = 64,
+    rows: int = 64,
+    *,
+    store: Store | None = None,
+    host: Any = None,
+    storage: Any = None,
+    options: Any = None,
+    **sections: Any,
+) -> AsyncIterator[tuple[Rig, Store]]:
+    """A cache of three tiers that is checked when it is left, and what it keeps."""
+    store = store or Store()
+    section = {"backend": "memory", "prefetch": {"threshold": 0}, **(storage or {})}
+    given = {"storage_backend": store, **(options or {})}
+    async with rig(
+        pages,
+        host={"tokens": rows * P, **(host or {})},
+        storage=section,
+        options=given,
+        **{"model": MODEL, **sections},
+    ) as r:
+        await r.cache.drain()
+        yield r, store
+    assert store.violations == []
+
+
+def wipe(r: Rig) -> None:
+    """Have device and host give up what nobody holds; storage keeps it."""
+    controller = r.cache._controller
+    assert controller.host_pages is not None, "there is a host tier"
+    controller.accounts.evict([1 << 20])
+    controller.host_pages.evict([1 << 20])
+
+
+async def keep(r: Rig, *prompts: Any) -> None:
+    """Prompts that only storage has."""
+    for tokens in prompts:
+        await r.serve(tokens)
+        await r.cache.drain()
+    wipe(r)
+
+
+async def prefetched(r: Rig, tokens: Any, **options: Any) -> int:
+    """How much of a prompt device and host have after a prefetch."""
+    with r.cache.prefetch(tokens) as handle:
+        return await handle.wait(**options)

@@ -1,0 +1,568 @@
+"""Prefetch: from storage to the host, ahead of need (semantics §10.5–8).
+
+Match, probe beyond what device and host have, take host room for what is there, read from the root,
+and publish what has arrived and is proved. A result is held on the host until somebody has taken
+it. Owns: the prefetches under way, who reads which page, and how much of the host they may have.
+Refuses to know: how calls end (storage_io), and who wants a prefix.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from tiered_cache.errors import BackendError, ClosedError, StaleError
+from tiered_cache.storage.backend import ReadResult
+from tiered_cache.tree.components.base import NO_PAGES
+from tiered_cache.tree.node import BASE
+from tiered_cache.types import Boundary, MatchPrefixParams
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+    from types import TracebackType
+    from typing import Self
+
+    from tiered_cache.accounts import HostPages
+    from tiered_cache.config.schema import PrefetchConfig
+    from tiered_cache.keys import RadixKey
+    from tiered_cache.stats import Counters
+    from tiered_cache.storage_io import StorageCall, StorageIO
+    from tiered_cache.tree.locks import Receipt
+    from tiered_cache.tree.radix import RadixTree
+    from tiered_cache.types import PageIds
+
+HASH_PAGES: Final = 256
+"""Page keys that are computed between two turns of the loop (0.3 ms at 16 tokens a page)."""
+
+PROBE_PAGES: Final = 256
+"""Pages that are asked for in one question."""
+
+READ_BYTES: Final = 32 << 20
+"""What one call reads at most: enough for several threads, few enough to stop soon."""
+
+KI: Final = 1024
+
+
+class PrefetchHooks(NamedTuple):
+    """What prefetches need of who owns them."""
+
+    spawn: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
+    agree: Callable[[str, int], Awaitable[int]]
+    """With a tag and how many tokens this rank has: how many all ranks have (semantics §10.10)."""
+    changed: Callable[[], None]
+    """Host pages have become free, or may be given up now."""
+
+
+class Prefetch:
+    """One prefix on its way from storage to the host.
+
+    Attributes:
+        reached: tokens of the key that device and host have, and this holds there.
+        num_pages: pages of the host that it takes of the quota: being read, or read and not taken.
+        why: why it ends where it does, for people.
+        done: set when no more will come.
+    """
+
+    __slots__ = (
+        "call",
+        "deadline",
+        "detached",
+        "done",
+        "found",
+        "is_stopped",
+        "key",
+        "length",
+        "num_pages",
+        "reached",
+        "receipt",
+        "started_at",
+        "task",
+        "timer",
+        "why",
+    )
+
+    def __init__(self, key: RadixKey, length: int, now: float, *, detached: bool) -> None:
+        self.key = key
+        self.length = length
+        self.detached = detached
+        self.started_at = now
+        self.reached = 0
+        self.found = 0
+        self.num_pages = 0
+        self.why = ""
+        self.done = asyncio.Event()
+        self.is_stopped = False
+        self.deadline: float | None = None
+        self.timer: asyncio.TimerHandle | None = None
+        self.receipt: Receipt | None = None
+        self.call: StorageCall | None = None
+        self.task: asyncio.Task[None] | None = None
+
+    def end(self, why: str) -> None:
+        """No more will come; the first reason stays."""
+        if not self.done.is_set():
+            self.why = self.why or why
+            self.done.set()
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+    def __repr__(self) -> str:
+        return f"<prefetch of {self.length} tokens, {self.reached} on the host>"
+
+
+class PrefetchHandle:
+    """Somebody's interest in a prefix. Close it when the prefix was taken, or is not needed: `with
+    cache.prefetch(tokens) as handle`, or `handle.close()`."""
+
+    __slots__ = ("__weakref__", "_owner", "_prefetch")
+
+    def __init__(self, owner: Prefetches, prefetch: Prefetch | None) -> None:
+        self._owner = owner
+        self._prefetch = prefetch
+
+    async def wait(self, policy: str | None = None, timeout: float | None = None) -> int:
+        """Wait as long as `policy` has it (default: the configured one), and `timeout` seconds at
+        most; then the prefetch ends. Returns tokens of the prefix that device and host have.
+
+        Policies: `best_effort` does not wait, `wait_complete` waits to the end, `timeout` for the
+        configured time, from the first wait on.
+
+        Raises:
+            ValueError: no such policy. ClosedError: the handle is closed.
+        """
+        prefetch = self._open()
+        await self._owner.wait(prefetch, policy, timeout)
+        return prefetch.reached
+
+    def done_now(self) -> int:
+        """End it now, with what is there; tokens of the prefix that device and host have."""
+        prefetch = self._open()
+        self._owner.stop(prefetch, "ended by its owner")
+        return prefetch.reached
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the prefix that device and host have so far."""
+        return self._open().reached
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no more will come."""
+        return self._open().done.is_set()
+
+    @property
+    def why(self) -> str:
+        """Why it has ended where it has, for people; empty while it goes on."""
+        return self._open().why
+
+    def close(self) -> None:
+        """Drop the interest: what is on the host stays cached, and is not held any more. Any number
+        of times."""
+        prefetch, self._prefetch = self._prefetch, None
+        if prefetch is not None:
+            self._owner.close(prefetch)
+
+    def _open(self) -> Prefetch:
+        if self._prefetch is None:
+            raise ClosedError("this prefetch handle is closed: ask the cache for another")
+        return self._prefetch
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<PrefetchHandle {self._prefetch or 'closed'!r}>"
+
+    def __del__(self) -> None:
+        if self._prefetch is not None:
+            self._owner.dropped(self._prefetch)
+            warnings.warn(
+                f"{self!r} was dropped without being closed", ResourceWarning, stacklevel=2
+            )
+
+
+class Prefetches:
+    """All prefetches of a cache. Every method but the coroutines is atomic on the loop."""
+
+    def __init__(
+        self,
+        tree: RadixTree,
+        host: HostPages,
+        io: StorageIO,
+        settings: PrefetchConfig,
+        counters: Counters,
+        hooks: PrefetchHooks,
+    ) -> None:
+        self._tree = tree
+        self._page_size = tree.page_size
+        self._host = host
+        self._io = io
+        self._settings = settings
+        self._counters = counters
+        self._hooks = hooks
+        self._loop = asyncio.get_running_loop()
+        self._quota = max(1, host.allocators[BASE].capacity // 2)
+        self._read_pages = max(1, READ_BYTES // io.formats[BASE].row_bytes)
+        self._active: dict[Prefetch, None] = {}  # oldest first
+        self._reading: dict[bytes, Prefetch] = {}  # page key: who reads it
+        self._num_asked = 0
+
+    # --- what a handle does -----------------------------------------------------------------------
+
+    def is_worth(self, num_tokens: int) -> bool:
+        """Whether it is worth asking storage for so many tokens."""
+        return num_tokens >= max(self._settings.threshold, self._page_size)
+
+    def start(
+        self,
+        key: RadixKey,
+        limit: int | None = None,
+        *,
+        detach: bool = False,
+        name: str | None = None,
+    ) -> PrefetchHandle:
+        """Bring what storage has of `key[:limit]`. With `detach` nobody waits for it, and the
+        handle is closed. `name`: what ranks know it by (default: the order of asking)."""
+        length = len(key) if limit is None else min(limit, len(key))
+        prefetch = Prefetch(
+            key, length - length % self._page_size, self._loop.time(), detached=detach
+        )
+        self._active[prefetch] = None
+        self._num_asked += 1
+        self._counters.prefetches += 1
+        if self._settings.policy == "timeout":
+            # From the start, until somebody waits.
+            limit_s = self._limit_s(prefetch.length)
+            prefetch.timer = self._loop.call_later(limit_s, self._too_late, prefetch)
+        name = name or f"prefetch {self._num_asked}"
+        prefetch.task = self._hooks.spawn(self._run(prefetch, name), "prefetch")
+        prefetch.task.add_done_callback(partial(self._ended, prefetch))
+        return PrefetchHandle(self, None if detach else prefetch)
+
+    def _limit_s(self, num_tokens: int) -> float:
+        settings = self._settings
+        return settings.timeout_base + settings.timeout_per_ki_token * num_tokens / KI
+
+    def _too_late(self, prefetch: Prefetch) -> None:
+        self._counters.prefetches_timed_out += 1
+        self.stop(prefetch, "storage did not answer in time")
+
+    async def wait(self, prefetch: Prefetch, policy: str | None, timeout: float | None) -> None:
+        """See `PrefetchHandle.wait`."""
+        policy = policy or self._settings.policy
+        if policy not in ("best_effort", "wait_complete", "timeout"):
+            raise ValueError(f"policy is best_effort, wait_complete or timeout, not {policy!r}")
+        if policy == "best_effort":
+            self.stop(prefetch, "best effort: nobody waits")
+            return
+        now = self._loop.time()
+        ends = [] if timeout is None else [now + timeout]
+        if prefetch.timer is not None:  # somebody waits from now on
+            prefetch.timer.cancel()
+            prefetch.timer = None
+        if policy == "timeout":
+            if prefetch.deadline is None:
+                prefetch.deadline = now + self._limit_s(prefetch.length)
+            ends.append(prefetch.deadline)
+        try:
+            async with asyncio.timeout_at(min(ends, default=None)):
+                await prefetch.done.wait()
+        except TimeoutError:
+            if not prefetch.done.is_set():
+                self._too_late(prefetch)
+
+    def stop(self, prefetch: Prefetch, why: str) -> None:
+        """No more of it is needed: what is under way ends, and goes home."""
+        prefetch.is_stopped = True
+        prefetch.end(why)
+        if prefetch.call is not None:
+            self._io.give_up(prefetch.call)
+        if prefetch.task is not None:
+            prefetch.task.cancel()
+
+    def close(self, prefetch: Prefetch) -> None:
+        """Nobody needs it."""
+        self.stop(prefetch, "closed")
+        self._let_go(prefetch)
+        self._active.pop(prefetch, None)
+
+    def dropped(self, prefetch: Prefetch) -> None:
+        """A handle went without being closed (called from its finaliser, in any thread)."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.close, prefetch)
+
+    # --- the way ----------------------------------------------------------------------------------
+
+    async def _run(self, prefetch: Prefetch, name: str) -> None:
+        """Each `await` marks where the world may change, so each step matches anew."""
+        keys: Sequence[bytes] = ()
+        try:
+            keys = await self._find(prefetch)
+        except BackendError as error:
+            prefetch.end(str(error))
+        except StaleError:
+            prefetch.end("the cache was reset")
+        reach = max(prefetch.reached, prefetch.found)
+        prefetch.found = min(prefetch.found, await self._hooks.agree(f"{name}: probe", reach))
+        try:
+            while prefetch.found > prefetch.reached and await self._bring_some(prefetch, keys):
+                pass
+        except BackendError as error:
+            prefetch.end(str(error))
+        except StaleError:
+            prefetch.end("the cache was reset")
+        reached = 0 if prefetch.is_stopped else prefetch.reached
+        await self._hooks.agree(f"{name}: read", reached)
+        prefetch.end("all that storage has of it is on the host")
+
+    async def _find(self, prefetch: Prefetch) -> Sequence[bytes]:
+        """See how far storage has it: `prefetch.found`; its page keys."""
+        hit = self._hold(prefetch)
+        if not self.is_worth(prefetch.length - hit):
+            prefetch.end("less than the threshold is missing")
+            return ()
+        keys = await self._hash(prefetch)
+        found = await self._probe(prefetch, hit, keys)
+        if found <= hit:
+            prefetch.end("storage has no more of it")
+        elif not self.is_worth(found - hit):
+            prefetch.end("storage has less than the threshold more")
+        else:
+            prefetch.found = found
+        return keys
+
+    def _hold(self, prefetch: Prefetch) -> int:
+        """Hold what device and host have of it; how many tokens that are."""
+        match = self._tree.match_prefix(MatchPrefixParams(prefetch.key, prefetch.length))
+        receipt = self._tree.inc_host_lock_ref(Boundary(match.best_node, match.best_length))
+        if prefetch.receipt is not None:
+            self._tree.dec_host_lock_ref(prefetch.receipt)
+        prefetch.receipt = receipt
+        prefetch.reached = match.best_length
+        return match.best_length
+
+    async def _hash(self, prefetch: Prefetch) -> Sequence[bytes]:
+        size, count = self._page_size, prefetch.length // self._page_size
+        for done in range(HASH_PAGES, count, HASH_PAGES):
+            prefetch.key.page_keys(size, done)
+            await asyncio.sleep(0)
+        return prefetch.key.page_keys(size, count)
+
+    async def _probe(self, prefetch: Prefetch, hit: int, keys: Sequence[bytes]) -> int:
+        """How many tokens of it storage says to have, going on from `hit`."""
+        first = hit // self._page_size
+        while first < len(keys):
+            asked = keys[first : first + PROBE_PAGES]
+            there = await self._io.contains(BASE, asked)
+            for key, is_there in zip(asked, there, strict=True):
+                if not is_there or self._io.is_suspect(key):
+                    return first * self._page_size
+                first += 1
+        return first * self._page_size
+
+    async def _bring_some(self, prefetch: Prefetch, keys: Sequence[bytes]) -> bool:
+        """The next pages that are missing: read them, or wait for who is reading them. Whether
+        there may be more."""
+        size = self._page_size
+        hit = self._hold(prefetch)
+        if hit >= prefetch.found:
+            return False
+        first = hit // size
+        other = self._reading.get(keys[first])
+        if other is not None:
+            await self._join(other)
+            return True
+        wanted = []
+        for key in keys[first : min(prefetch.found // size, first + self._read_pages)]:
+            if key in self._reading:
+                break
+            wanted.append(key)
+        ids = self._take_rows(prefetch, len(wanted))
+        if not len(ids):
+            return False
+        wanted = wanted[: len(ids)]
+        await self._read(prefetch, hit, wanted, ids)
+        # Short of what was asked, the next is missing, wrong or unreadable.
+        return prefetch.reached >= hit + len(ids) * size
+
+    async def _join(self, other: Prefetch) -> None:
+        """Wait for what somebody else reads. If it does not come, the next step reads it."""
+        call = other.call
+        assert call is not None, "whoever reads has a call"
+        self._counters.prefetches_joined += 1
+        await call.answered.wait()
+        if call.error is not None and not call.is_given_up:
+            raise call.error
+        await call.ended.wait()
+
+    def _take_rows(self, prefetch: Prefetch, num_pages: int) -> PageIds:
+        """Rows for so many pages, or for fewer: what the quota and the host have room for."""
+        room = self._quota - self.num_pages
+        if room < num_pages:
+            self._let_go_of_results(num_pages - room)
+            room = self._quota - self.num_pages
+        if room <= 0:
+            self._counters.prefetches_refused += 1
+            prefetch.end("refused: other prefetches have all that they may of the host")
+            return NO_PAGES
+        ids = self._host.take_up_to(BASE, min(num_pages, room))
+        if not len(ids):
+            self._counters.prefetches_refused += 1
+            prefetch.end("refused: the host has no room")
+        prefetch.num_pages += len(ids)
+        return ids
+
+    async def _read(
+        self, prefetch: Prefetch, start: int, page_keys: Sequence[bytes], ids: PageIds
+    ) -> None:
+        for key in page_keys:
+            self._reading[key] = prefetch
+        on_end = partial(self._arrived, prefetch, start, page_keys)
+        prefetch.call = self._io.read(BASE, page_keys, ids, self._tree.epoch, on_end)
+        await prefetch.call.answered.wait()
+        if prefetch.call.error is not None:
+            raise prefetch.call.error
+
+    def _arrived(
+        self, prefetch: Prefetch, start: int, page_keys: Sequence[bytes], call: StorageCall
+    ) -> None:
+        """The rows are quiet: publish what has come and is still wanted, the rest goes home."""
+        for key in page_keys:
+            if self._reading.get(key) is prefetch:
+                del self._reading[key]
+        ids = call.ids
+        if call.epoch != self._tree.epoch:
+            self._host.give_back_stale(self._by_component(ids))
+            return
+        count = 0 if call.is_given_up or call.error is not None else call.num_good
+        unused = ids[:count]
+        if count:
+            keys = prefetch.key.page_keys(self._page_size, start // self._page_size + count)
+            boundary, unused = self._tree.insert_host(prefetch.key, start, BASE, ids[:count], keys)
+            self._counters.pages_prefetched += count - len(unused)
+            if boundary is not None:
+                self._tree.believe_span_stored(boundary.node, start, BASE)
+            if boundary is not None and prefetch in self._active and not prefetch.is_stopped:
+                self._hold(prefetch)
+        self._host.give_back(self._by_component(ids[count:]))
+        self._host.give_back(self._by_component(unused))
+        prefetch.num_pages -= len(ids) - count + len(unused)
+        if call.error is None:
+            self._note_wrong(prefetch, start, page_keys, call)
+        self._hooks.changed()
+
+    def _note_wrong(
+        self, prefetch: Prefetch, start: int, page_keys: Sequence[bytes], call: StorageCall
+    ) -> None:
+        """What storage said to have, and has not, or has wrong."""
+        wrong = [
+            key
+            for key, result in zip(page_keys, call.results, strict=True)
+            if result in (ReadResult.CORRUPT, ReadResult.MISSING)
+        ]
+        if not wrong:
+            return
+        corrupt = [
+            key
+            for key, result in zip(page_keys, call.results, strict=True)
+            if result is ReadResult.CORRUPT
+        ]
+        self._io.suspect(corrupt)
+        prefetch.why = prefetch.why or (
+            f"storage has {len(wrong)} pages missing or wrong that it said to have"
+        )
+        forgotten = self._tree.forget_stored(prefetch.key, start + call.num_good * self._page_size)
+        self._host.give_back(forgotten.host)
+
+    # --- results ----------------------------------------------------------------------------------
+
+    def _ended(self, prefetch: Prefetch, _: asyncio.Task[None]) -> None:
+        prefetch.end("cancelled")
+        if prefetch in self._active and (prefetch.detached or prefetch.receipt is not None):
+            ttl_s = self._settings.result_ttl
+            prefetch.timer = self._loop.call_later(ttl_s, self._taken, prefetch)
+
+    def _taken(self, prefetch: Prefetch) -> None:
+        """Its result was used, or has waited long enough to be."""
+        self._let_go(prefetch)
+        if prefetch.detached:
+            self._active.pop(prefetch, None)
+
+    def note_granted(self, receipt: Receipt) -> None:
+        """A lease holds this prefix on the device: results within it are taken."""
+        for prefetch in tuple(self._active):
+            result = prefetch.receipt
+            if result is None or not prefetch.done.is_set() or result.depth > receipt.depth:
+                continue
+            node = receipt.node
+            while node.parent is not None and node.parent.end >= result.depth:
+                node = node.parent
+            if node is result.node:
+                self._taken(prefetch)
+
+    def _let_go(self, prefetch: Prefetch) -> None:
+        """Hold its result no longer: it stays cached."""
+        receipt, prefetch.receipt = prefetch.receipt, None
+        if receipt is not None and receipt.epoch == self._tree.epoch:
+            self._tree.dec_host_lock_ref(receipt)
+        in_flight = 0
+        if prefetch.call is not None and not prefetch.call.is_quiet:
+            in_flight = len(prefetch.call.ids)
+        prefetch.num_pages = in_flight
+        if prefetch.timer is not None and prefetch.done.is_set():
+            prefetch.timer.cancel()
+            prefetch.timer = None
+        self._hooks.changed()
+
+    def _let_go_of_results(self, num_pages: int) -> None:
+        """The oldest results that nobody has taken make room."""
+        for prefetch in tuple(self._active):
+            if num_pages <= 0:
+                return
+            if prefetch.done.is_set() and prefetch.num_pages:
+                num_pages -= prefetch.num_pages
+                self._let_go(prefetch)
+
+    # --- life cycle -------------------------------------------------------------------------------
+
+    def stop_all(self, why: str) -> None:
+        """Nobody is to wait any longer."""
+        for prefetch in tuple(self._active):
+            self.stop(prefetch, why)
+            self._let_go(prefetch)
+        self._active.clear()
+
+    def reset(self) -> None:
+        """The tree has forgotten everything."""
+        for prefetch in tuple(self._active):
+            prefetch.receipt = None
+            prefetch.reached = prefetch.num_pages = 0
+            self.stop(prefetch, "the cache was reset")
+        self._reading.clear()
+
+    # --- looking ----------------------------------------------------------------------------------
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the host that are being read, or were and wait to be taken."""
+        return sum(prefetch.num_pages for prefetch in self._active)
+
+    def __iter__(self) -> Iterator[Prefetch]:
+        """Those that somebody is interested in."""
+        return iter(tuple(self._active))
+
+    def _by_component(self, ids: PageIds) -> list[PageIds]:
+        by_component = [NO_PAGES] * len(self._tree.components)
+        by_component[BASE] = ids
+        return by_component

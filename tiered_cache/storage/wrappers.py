@@ -1,0 +1,290 @@
+"""What stands around every backend: counts, a circuit breaker, a bound on calls at a time.
+
+Each is a backend around another, so each is one small class, and the order is said where they are
+put together. Owns: nothing of the backend's. Refuses to know: which backend it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from tiered_cache.errors import BackendError
+from tiered_cache.storage.backend import (
+    ObjectKey,
+    ReadResult,
+    StorageBackend,
+    WriteResult,
+    ignore_arrivals,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+    from typing import Self
+
+    from tiered_cache.stats import StorageCounters
+    from tiered_cache.storage.backend import BackendStats, ObjectInfo
+    from tiered_cache.storage.health import Breaker
+
+
+class Wrapper(StorageBackend):
+    """Passes everything on."""
+
+    def __init__(self, inner: StorageBackend) -> None:
+        self._inner = inner
+
+    @classmethod
+    async def open(cls, options: Any, context: Any) -> Self:
+        raise TypeError("a wrapper is made around a backend that is open")
+
+    async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        return await self._inner.contains(keys)
+
+    async def read(
+        self,
+        keys: Sequence[ObjectKey],
+        rows: Sequence[memoryview],
+        arrived: Callable[[int, int], None] = ignore_arrivals,
+    ) -> list[ReadResult]:
+        return await self._inner.read(keys, rows, arrived)
+
+    async def write(
+        self, keys: Sequence[ObjectKey], rows: Sequence[memoryview]
+    ) -> list[WriteResult]:
+        return await self._inner.write(keys, rows)
+
+    async def delete(self, keys: Sequence[ObjectKey]) -> None:
+        await self._inner.delete(keys)
+
+    async def clear(self, scope: bytes) -> int:
+        return await self._inner.clear(scope)
+
+    def scan(self, scope: bytes | None = None) -> AsyncIterator[Sequence[ObjectInfo]]:
+        return self._inner.scan(scope)
+
+    async def register_memory(self, view: memoryview) -> None:
+        await self._inner.register_memory(view)
+
+    def stats(self) -> BackendStats:
+        return self._inner.stats()
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+
+class Limited(Wrapper):
+    """At most `limit` calls at a time; the others wait, first come first served.
+
+    `queued` is told how many wait, whenever that changes.
+    """
+
+    def __init__(self, inner: StorageBackend, limit: int, queued: Callable[[int], None]) -> None:
+        super().__init__(inner)
+        self._turns = asyncio.Semaphore(limit)
+        self._queued = queued
+        self._num_waiting = 0
+        self._surplus = 0
+
+    def replace_one(self) -> None:
+        """A call under way hangs: another may start in its stead."""
+        self._turns.release()
+
+    def take_back_one(self) -> None:
+        """A call that was replaced has ended after all."""
+        self._surplus += 1
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        self._wait(+1)
+        try:
+            await self._turns.acquire()
+        finally:
+            self._wait(-1)
+        try:
+            yield
+        finally:
+            if self._surplus:
+                self._surplus -= 1
+            else:
+                self._turns.release()
+
+    def _wait(self, change: int) -> None:
+        self._num_waiting += change
+        self._queued(self._num_waiting)
+
+    async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        async with self._turn():
+            return await self._inner.contains(keys)
+
+    async def read(
+        self,
+        keys: Sequence[ObjectKey],
+        rows: Sequence[memoryview],
+        arrived: Callable[[int, int], None] = ignore_arrivals,
+    ) -> list[ReadResult]:
+        async with self._turn():
+            return await self._inner.read(keys, rows, arrived)
+
+    async def write(
+        self, keys: Sequence[ObjectKey], rows: Sequence[memoryview]
+    ) -> list[WriteResult]:
+        async with self._turn():
+            return await self._inner.write(keys, rows)
+
+    async def delete(self, keys: Sequence[ObjectKey]) -> None:
+        async with self._turn():
+            await self._inner.delete(keys)
+
+
+class Guarded(Wrapper):
+    """Asks a backend only while it is well, and makes of whatever it raises a `BackendError` with a
+    reason that holds no secret. A call that took longer than `limit_s` was none that went well."""
+
+    def __init__(
+        self,
+        inner: StorageBackend,
+        reads: Breaker,
+        writes: Breaker,
+        clock: Callable[[], float],
+        limit_s: float,
+    ) -> None:
+        super().__init__(inner)
+        self._limit_s = limit_s
+        self._reads = reads
+        self._writes = writes
+        self._clock = clock
+
+    @asynccontextmanager
+    async def _asked(self, breaker: Breaker) -> AsyncIterator[list[Any]]:
+        """The block puts its answers into the list: when all say that they failed, so has the
+        call."""
+        if not breaker.admits():
+            raise BackendError(f"storage is not asked for now: {breaker.reason}")
+        began = self._clock()
+        answers: list[Any] = []
+        try:
+            yield answers
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                breaker.given_up()
+                raise
+            breaker.failed("the backend cancelled its own call")
+            raise BackendError("the backend cancelled its own call") from None
+        except Exception as error:
+            reason = _said(error)
+            breaker.failed(reason)
+            raise BackendError(reason) from error
+        except BaseException:
+            breaker.given_up()
+            raise
+        if answers and all(answer.value == "failed" for answer in answers):
+            breaker.failed("no object of a batch could be read or written")
+        elif (took_s := self._clock() - began) <= self._limit_s:
+            breaker.succeeded(took_s)
+        # Later it has failed already: whoever waited did not wait so long.
+
+    async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        async with self._asked(self._reads):
+            return _one_each(await self._inner.contains(keys), keys)
+
+    async def read(
+        self,
+        keys: Sequence[ObjectKey],
+        rows: Sequence[memoryview],
+        arrived: Callable[[int, int], None] = ignore_arrivals,
+    ) -> list[ReadResult]:
+        async with self._asked(self._reads) as answers:
+            answers += _one_each(await self._inner.read(keys, rows, arrived), keys)
+            return answers
+
+    async def write(
+        self, keys: Sequence[ObjectKey], rows: Sequence[memoryview]
+    ) -> list[WriteResult]:
+        async with self._asked(self._writes) as answers:
+            answers += _one_each(await self._inner.write(keys, rows), keys)
+            return answers
+
+    async def delete(self, keys: Sequence[ObjectKey]) -> None:
+        async with self._asked(self._writes):
+            await self._inner.delete(keys)
+
+    async def clear(self, scope: bytes) -> int:
+        async with self._asked(self._writes):
+            return await self._inner.clear(scope)
+
+
+def _said(error: Exception) -> str:
+    """What a backend says of itself is meant for people; of what else comes through only the kind
+    is shown, for its text may hold an address with a password."""
+    if isinstance(error, BackendError):
+        return str(error)
+    return f"the backend raised {type(error).__name__}"
+
+
+def _one_each(answers: list[Any], keys: Sequence[ObjectKey]) -> list[Any]:
+    if len(answers) != len(keys):
+        raise BackendError(f"the backend gave {len(answers)} answers to {len(keys)} keys")
+    return answers
+
+
+class Counted(Wrapper):
+    """Counts."""
+
+    def __init__(self, inner: StorageBackend, counters: StorageCounters) -> None:
+        super().__init__(inner)
+        self._counters = counters
+
+    async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        with self._failures():
+            found = await self._inner.contains(keys)
+        self._counters.objects_probed += len(keys)
+        self._counters.objects_found += sum(found)
+        return found
+
+    async def read(
+        self,
+        keys: Sequence[ObjectKey],
+        rows: Sequence[memoryview],
+        arrived: Callable[[int, int], None] = ignore_arrivals,
+    ) -> list[ReadResult]:
+        with self._failures():
+            results = await self._inner.read(keys, rows, arrived)
+        counters = self._counters
+        for result, row in zip(results, rows, strict=True):
+            if result is ReadResult.READ:
+                counters.objects_read += 1
+                counters.bytes_read += len(row)
+        counters.objects_missing += results.count(ReadResult.MISSING)
+        counters.objects_corrupt += results.count(ReadResult.CORRUPT)
+        counters.objects_unreadable += results.count(ReadResult.FAILED)
+        return results
+
+    async def write(
+        self, keys: Sequence[ObjectKey], rows: Sequence[memoryview]
+    ) -> list[WriteResult]:
+        with self._failures():
+            results = await self._inner.write(keys, rows)
+        counters = self._counters
+        for result, row in zip(results, rows, strict=True):
+            if result is WriteResult.WRITTEN:
+                counters.objects_written += 1
+                counters.bytes_written += len(row)
+        counters.objects_existing += results.count(WriteResult.EXISTS)
+        counters.objects_refused += results.count(WriteResult.REFUSED)
+        counters.objects_unwritable += results.count(WriteResult.FAILED)
+        return results
+
+    async def delete(self, keys: Sequence[ObjectKey]) -> None:
+        with self._failures():
+            await self._inner.delete(keys)
+        self._counters.objects_deleted += len(keys)
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        try:
+            yield
+        except BackendError:
+            self._counters.calls_failed += 1
+            raise

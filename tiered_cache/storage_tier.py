@@ -1,0 +1,338 @@
+"""The third tier of one cache, from its connection to its end.
+
+Puts the wrappers around a backend, connects, connects again, notices when it is unwell and when it
+is well again. Owns: the connection and its health. Refuses to know: which backend it is, what is
+prefetched and what is backed up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from tiered_cache.backup import Backups
+from tiered_cache.errors import BackendError
+from tiered_cache.observe import Event, EventKind
+from tiered_cache.prefetch import Prefetches, PrefetchHooks
+from tiered_cache.stats import StorageCounters, StorageStats
+from tiered_cache.storage.backend import KEY_BYTES, BackendStats, ObjectKey, StorageBackend
+from tiered_cache.storage.health import Breaker, BreakerSettings, HealthState
+from tiered_cache.storage.wrappers import Counted, Guarded, Limited, Wrapper
+from tiered_cache.storage_io import StorageIO
+from tiered_cache.tree.node import BASE
+from tiered_cache.types import Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Coroutine, Sequence
+
+    from tiered_cache.accounts import HostPages
+    from tiered_cache.config.schema import StorageConfig
+    from tiered_cache.observe import Observers
+    from tiered_cache.pools.host import HostArena
+    from tiered_cache.stats import Counters
+    from tiered_cache.storage.backend import BackendContext, BackendOptions
+    from tiered_cache.storage.record import RecordFormat
+    from tiered_cache.storage_io import ThreadContext
+    from tiered_cache.tree.radix import RadixTree
+
+log = logging.getLogger(__name__)
+
+NO_KEY: Final = ObjectKey(bytes(KEY_BYTES))
+"""What a probe asks for."""
+
+SWEEP_NODES: Final = 1000
+"""Nodes whose belief is taken back between two turns of the loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class StorageParts:
+    """What a third tier is made of.
+
+    `formats`: how the rows of each component prove what they are, in dense order. `writes`: per
+    component, whether this rank writes it. `settings`: the `storage` section. `given`: a backend
+    that is open already, and stays open.
+    """
+
+    backend: type[StorageBackend]
+    options: BackendOptions = field(repr=False)  # an address may hold a password
+    formats: tuple[RecordFormat, ...]
+    writes: tuple[bool, ...]
+    settings: StorageConfig
+    given: StorageBackend | None = None
+
+    async def connect(self, context: BackendContext) -> StorageBackend:
+        if self.given is not None:
+            return self.given
+        return await self.backend.open(self.options, context)
+
+    async def close(self, backend: StorageBackend) -> None:
+        if self.given is None:
+            await backend.aclose()
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a third tier needs of the cache around it."""
+
+    tree: RadixTree
+    host: HostPages
+    arenas: Sequence[HostArena]
+    counters: Counters
+    context: ThreadContext
+    observers: Observers
+    spawn: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
+    agree: Callable[[str, int], Awaitable[int]]
+    changed: Callable[[], None]
+
+
+class StorageTier:
+    """One attached backend. Made by the controller; `start` connects, `aclose` ends."""
+
+    def __init__(self, parts: StorageParts, around: Surroundings) -> None:
+        self.parts = parts
+        self._around = around
+        self._loop = asyncio.get_running_loop()
+        settings = parts.settings
+        breaker = BreakerSettings(
+            failures=settings.breaker.failures,
+            retry_after=settings.breaker.retry_after,
+            max_retry_after=settings.breaker.max_retry_after,
+            slow=settings.breaker.slow,
+        )
+        clock = self._loop.time
+        self.reads = Breaker(breaker, clock, partial(self._health_changed, "reads"))
+        self.writes = Breaker(breaker, clock, partial(self._health_changed, "writes"))
+        self.counters = StorageCounters()
+        self._connection = _Connection()
+        limited = Limited(self._connection, settings.max_concurrency, self._queue_changed)
+        guarded = Guarded(limited, self.reads, self.writes, clock, settings.timeout)
+        self.backend = Counted(guarded, self.counters)
+        self.io = StorageIO(
+            self.backend,
+            limited,
+            (self.reads, self.writes),
+            around.context,
+            parts.formats,
+            around.arenas,
+            self.counters,
+            settings.timeout,
+            around.spawn,
+        )
+        self.prefetches = Prefetches(
+            around.tree,
+            around.host,
+            self.io,
+            settings.prefetch,
+            around.counters,
+            PrefetchHooks(around.spawn, around.agree, around.changed),
+        )
+        self.backups = Backups(
+            around.tree,
+            around.host,
+            self.io,
+            around.counters,
+            max(1, settings.backup.max_pending // parts.formats[BASE].row_bytes),
+            parts.writes[BASE],
+            around.spawn,
+            around.changed,
+        )
+        self._timers: list[asyncio.TimerHandle] = []
+        self._retry_s = settings.breaker.retry_after
+        self._is_closed = False
+
+    # --- connection -------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Connect; if that cannot be now, go on without and try again, unless it is required.
+
+        Raises:
+            BackendError: it is required.
+        """
+        try:
+            await self._connect()
+        except BackendError as error:
+            if self.parts.settings.required:
+                raise
+            log.warning("storage is not there, the cache goes on without: %s", error)
+            self._connect_later()
+
+    async def _connect(self) -> None:
+        settings = self.parts.settings
+        try:
+            async with asyncio.timeout(settings.timeout):
+                backend = await self.parts.connect(self._around.context)
+                for arena in self._around.arenas:
+                    await backend.register_memory(arena.rows.data.cast("B"))
+        except BackendError as error:
+            self._connection.reason = str(error)
+            raise
+        except TimeoutError as error:
+            self._connection.reason = f"no answer within {settings.timeout:g} s"
+            raise BackendError(self._connection.reason) from error
+        except Exception as error:
+            self._connection.reason = f"the backend raised {type(error).__name__}"
+            raise BackendError(self._connection.reason) from error
+        if self._is_closed:
+            await self.parts.close(backend)
+            return
+        self._connection.backend = backend
+        for breaker in (self.reads, self.writes):
+            breaker.close()
+
+    def _connect_later(self) -> None:
+        self._later(self._retry_s, lambda: self._around.spawn(self._connect_again(), "connect"))
+        self._retry_s = min(2 * self._retry_s, self.parts.settings.breaker.max_retry_after)
+
+    async def _connect_again(self) -> None:
+        if self._is_closed:
+            return
+        try:
+            await self._connect()
+        except BackendError:
+            self._connect_later()
+        else:
+            log.info("storage is there")
+
+    @property
+    def is_connected(self) -> bool:
+        return self._connection.backend is not None
+
+    # --- health -----------------------------------------------------------------------------------
+
+    def _queue_changed(self, num_waiting: int) -> None:
+        self.reads.note_queue(num_waiting)
+        self.writes.note_queue(num_waiting)
+
+    def _health_changed(self, direction: str, old: HealthState, new: HealthState) -> None:
+        breaker = self.reads if direction == "reads" else self.writes
+        text = f"storage {direction}: {old.value} -> {new.value}"
+        if breaker.reason and new is not HealthState.CLOSED:
+            text += f": {breaker.reason}"
+        log.log(logging.WARNING if new is HealthState.OPEN else logging.INFO, text)
+        if self._around.observers.listening:
+            event = Event(EventKind.HEALTH, tier=Tier.STORAGE, detail=text)
+            self._around.observers.on_event(event)
+        if new is HealthState.OPEN and breaker is self.reads and self.is_connected:
+            # A probe finds out, so that no request has to. Writes are nobody's request: the next
+            # backup finds out.
+            delay_s = max(0.0, breaker.retry_at - self._loop.time())
+            self._later(delay_s, self._start_probe)
+
+    def _later(self, delay_s: float, action: Callable[[], object]) -> None:
+        self._timers = [timer for timer in self._timers if timer.when() > self._loop.time()]
+        self._timers.append(self._loop.call_later(delay_s, action))
+
+    def _stop_timers(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
+        self._timers.clear()
+
+    def _start_probe(self) -> None:
+        if self.is_connected and self.reads.state is HealthState.OPEN:
+            self._around.spawn(self._probe(), "storage probe")
+
+    async def _probe(self) -> None:
+        with suppress(BackendError):  # the breaker has taken note, and asks for another
+            await self.io.contains(BASE, [bytes(KEY_BYTES)[: -len(self.parts.formats[BASE].scope)]])
+
+    # --- life cycle -------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """The tree has forgotten everything."""
+        self.prefetches.reset()
+        self.backups.reset()
+
+    async def clear(self) -> int:
+        """Delete what storage has of this model in this format; how many objects that were
+        (semantics §12.1)."""
+        await self._forget_beliefs()
+        found = 0
+        for record in self.parts.formats:
+            found += await self.backend.clear(record.scope)
+        await self._forget_beliefs()  # also what was written meanwhile
+        return found
+
+    async def detach(self, limit: float | None) -> None:
+        """End it while the cache goes on: what waits to be written is not, what the tree believes
+        to be stored it believes no longer."""
+        self.end()
+        await self.aclose(limit)
+        await self._forget_beliefs()
+
+    async def _forget_beliefs(self) -> None:
+        for forgotten in self._around.tree.forget_all_stored(SWEEP_NODES):
+            self._around.host.give_back(forgotten.host)
+            await asyncio.sleep(0)
+
+    def end(self) -> None:
+        """Nobody is to wait any longer, and nothing is to begin."""
+        self._is_closed = True
+        self._stop_timers()
+        self.prefetches.stop_all("storage is being detached")
+        self.backups.close()
+        for call in self.io:
+            self.io.give_up(call)
+
+    async def aclose(self, limit: float | None) -> None:
+        """Let the backend go, when nobody uses it any more; up to `limit` seconds. What hangs keeps
+        it."""
+        self._is_closed = True
+        self._stop_timers()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit):
+                for call in self.io:
+                    await call.ended.wait()
+                backend, self._connection.backend = self._connection.backend, None
+                self._connection.reason = "detached"
+                if backend is not None:
+                    try:
+                        await self.parts.close(backend)
+                    except Exception:
+                        log.exception("the storage backend did not close well")
+
+    # --- looking ----------------------------------------------------------------------------------
+
+    @property
+    def _reason(self) -> str:
+        if self._connection.backend is None:
+            return self._connection.reason
+        return self.reads.reason or self.writes.reason
+
+    def stats(self) -> StorageStats:
+        """A frozen snapshot."""
+        backend = self._connection.backend
+        known = backend.stats() if backend is not None else BackendStats()
+        return StorageStats(
+            is_connected=backend is not None,
+            reads=self.reads.state.value,
+            writes=self.writes.state.value,
+            reason=self._reason,
+            read_latency_s=self.reads.latency_s,
+            write_latency_s=self.writes.latency_s,
+            calls_queued=self.reads.queued,
+            calls_hung=self.io.num_hung,
+            pages_pending=self.backups.num_pending,
+            pages_prefetched=self.prefetches.num_pages,
+            num_objects=known.num_objects,
+            num_bytes=known.num_bytes,
+            max_bytes=known.max_bytes,
+            counters=replace(self.counters),
+        )
+
+
+class _Connection(Wrapper):
+    """The backend, while there is one. Until then every call fails, with the reason."""
+
+    def __init__(self) -> None:
+        self.backend: StorageBackend | None = None
+        self.reason = "not connected yet"
+
+    @property
+    def _inner(self) -> StorageBackend:  # type: ignore[override]  # here it comes and goes
+        if self.backend is None:
+            raise BackendError(f"storage is not connected: {self.reason}")
+        return self.backend

@@ -32,7 +32,7 @@ from tiered_cache_redis.servers import Cluster, OneServer
 from tiered_cache_redis.wire import ErrorReply
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
     from typing import Self
 
     from tiered_cache_redis.servers import Server, Servers
@@ -45,6 +45,9 @@ MAX_VALUE_BYTES: Final = 512 << 20
 
 QUESTIONS: Final = 512
 """Small ones of one exchange: a millisecond or two, here and there."""
+
+SCAN_COUNT: Final = b"512"
+"""Names that the server looks at for one step of a scan."""
 
 MAX_TURNS: Final = 2
 """Of asking, where keys of a Cluster have moved: the table is read anew, so once more will do."""
@@ -231,14 +234,7 @@ class RedisBackend(StorageBackend):
         for server in self._servers.all():
             cursor = b"0"
             while True:
-                page = (
-                    b"SCAN",
-                    cursor,
-                    b"MATCH",
-                    start.encode() + b"*",
-                    b"COUNT",
-                    b"%d" % QUESTIONS,
-                )
+                page = (b"SCAN", cursor, b"MATCH", start.encode() + b"*", b"COUNT", SCAN_COUNT)
                 [reply] = await self._run(server, partial(_ask_all, [page]))
                 if isinstance(reply, ErrorReply):
                     raise self._refused(server, reply)

@@ -179,7 +179,7 @@ async def test_frozen_and_thawed(server: ValkeyServer) -> None:
     """SIGSTOP: every call ends by `stall_timeout`. SIGCONT: the next ones hit, and none of them
     gets an answer that was meant for those before."""
     pages = Pages.of(8)
-    async with opened(server.url, stall_timeout=0.3) as backend:
+    async with opened(server.url, stall_timeout=0.5) as backend:
         await backend.write(pages.keys, pages.rows)
         server.freeze()
         started = time.monotonic()
@@ -190,7 +190,7 @@ async def test_frozen_and_thawed(server: ValkeyServer) -> None:
         )
         assert time.monotonic() - started < 3
         assert [type(result) for result in results] == [BackendError] * 5
-        assert any("made no progress for 0.3 s" in str(result) for result in results)
+        assert any("made no progress for 0.5 s" in str(result) for result in results)
         server.thaw()
         for _ in range(10):
             buffers = pages.buffers()
@@ -244,14 +244,14 @@ async def test_a_large_value_through_a_slow_link_is_not_a_stall(
 ) -> None:
     """B75: eight at once, each for much longer than `stall_timeout`. A real stall ends in time, and
     what comes late finds nobody."""
-    pages = Pages.of(1, 4 * MIB)
+    pages = Pages.of(1, 2 * MIB)
     pages.put(server.client())
-    async with opened(proxy.url, num_threads=8, connections=8, stall_timeout=0.3) as backend:
-        proxy.delay_s = 0.01
+    async with opened(proxy.url, num_threads=8, connections=8, stall_timeout=0.5) as backend:
+        proxy.delay_s = 0.04
         buffers = [pages.buffers() for _ in range(8)]
         started = time.monotonic()
         results = await asyncio.gather(*(backend.read(pages.keys, each) for each in buffers))
-        assert time.monotonic() - started > 0.6
+        assert time.monotonic() - started > 1
         assert results == [[READ]] * 8
         assert all(each == pages.rows for each in buffers)
         stalled_at = proxy.answered + MIB
@@ -260,10 +260,10 @@ async def test_a_large_value_through_a_slow_link_is_not_a_stall(
             await asyncio.sleep(0.001)
         proxy.flow.clear()
         started = time.monotonic()
-        with pytest.raises(BackendError, match=r"no progress for 0\.3 s"):
+        with pytest.raises(BackendError, match=r"no progress for 0\.5 s"):
             await reading
         assert time.monotonic() - started < 2
-        poisoned = memoryview(bytearray(b"\xa5" * (4 * MIB)))
+        poisoned = memoryview(bytearray(b"\xa5" * (2 * MIB)))
         buffers[0][0][:] = poisoned
         proxy.delay_s = 0.0
         proxy.flow.set()

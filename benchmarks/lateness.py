@@ -75,10 +75,9 @@ def _rows(what: str, rounds: list[dict[str, Phase]]) -> list[Row]:
         )
         for phase in PHASES
     ]
-    added = [found["moving"].p99_ms - found["idle"].p99_ms for found in rounds]
-    ratio = [found["model, moving"].p99_ms / found["model"].p99_ms for found in rounds]
-    rows[PHASES.index("moving")].figures["added_p99_ms"] = median(added)
-    rows[PHASES.index("model, moving")].figures["model_x"] = median(ratio)
+    for phase, alone in (("moving", "idle"), ("model, moving", "model")):
+        added = [found[phase].p99_ms - found[alone].p99_ms for found in rounds]
+        rows[PHASES.index(phase)].figures["added_p99_ms"] = median(added)
     return rows if what == "transfers" else [row for row in rows if what in row.line]
 
 

@@ -57,7 +57,8 @@ def main() -> None:
     storage = json.loads(sys.argv[1])
     for line in sys.stdin:
         identity, names = line.rstrip("\n").split(":")
-        print(json.dumps(asyncio.run(serve(identity, storage, names))), flush=True)
+        sys.stdout.write(json.dumps(asyncio.run(serve(identity, storage, names))) + "\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

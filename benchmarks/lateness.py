@@ -52,10 +52,10 @@ def run(repeat: int = 5, *, quick: bool = False) -> list[Row]:
         rows = []
         for what, work in (("transfers", _Transfers), ("all tiers", _AllTiers)):
             with tempfile.TemporaryDirectory() as folder:
-                rounds = [
-                    asyncio.run(_round(model, seconds, work, Path(folder) / str(n)))
-                    for n in range(repeat)
-                ]
+                rounds = []
+                for number in range(repeat):
+                    place = Path(folder) / str(number) if work is _AllTiers else None
+                    rounds.append(asyncio.run(_round(model, seconds, work, _config(place))))
             rows += _rows(what, rounds)
     return rows
 
@@ -95,10 +95,9 @@ class Phase:
 
 
 async def _round(
-    model: Callable[[], object], seconds: float, kind: type[_Transfers], folder: Path
+    model: Callable[[], object], seconds: float, kind: type[_Transfers], config: Config
 ) -> dict[str, Phase]:
     found = {}
-    config = _config(folder if kind is _AllTiers else None)
     async with UnifiedRadixCache.open(config) as cache:
         work = kind(cache)
         await work.begin()

@@ -52,10 +52,10 @@ def run(repeat: int = 5, *, quick: bool = False) -> list[Row]:
         rows = []
         for what, work in (("transfers", _Transfers), ("all tiers", _AllTiers)):
             with tempfile.TemporaryDirectory() as folder:
-                rounds = [
-                    asyncio.run(_round(model, seconds, work, Path(folder) / str(n)))
-                    for n in range(repeat)
-                ]
+                rounds = []
+                for number in range(repeat):
+                    place = Path(folder) / str(number) if work is _AllTiers else None
+                    rounds.append(asyncio.run(_round(model, seconds, work, _config(place))))
             rows += _rows(what, rounds)
     return rows
 
@@ -75,10 +75,9 @@ def _rows(what: str, rounds: list[dict[str, Phase]]) -> list[Row]:
         )
         for phase in PHASES
     ]
-    added = [found["moving"].p99_ms - found["idle"].p99_ms for found in rounds]
-    ratio = [found["model, moving"].p99_ms / found["model"].p99_ms for found in rounds]
-    rows[PHASES.index("moving")].figures["added_p99_ms"] = median(added)
-    rows[PHASES.index("model, moving")].figures["model_x"] = median(ratio)
+    for phase, alone in (("moving", "idle"), ("model, moving", "model")):
+        added = [found[phase].p99_ms - found[alone].p99_ms for found in rounds]
+        rows[PHASES.index(phase)].figures["added_p99_ms"] = median(added)
     return rows if what == "transfers" else [row for row in rows if what in row.line]
 
 
@@ -96,10 +95,9 @@ class Phase:
 
 
 async def _round(
-    model: Callable[[], object], seconds: float, kind: type[_Transfers], folder: Path
+    model: Callable[[], object], seconds: float, kind: type[_Transfers], config: Config
 ) -> dict[str, Phase]:
     found = {}
-    config = _config(folder if kind is _AllTiers else None)
     async with UnifiedRadixCache.open(config) as cache:
         work = kind(cache)
         await work.begin()

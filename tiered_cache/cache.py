@@ -208,6 +208,7 @@ class UnifiedRadixCache:
                 if not lease.is_stale:
                     return
                 lease.start_over()  # a reset came between
+                lease.end_prefetch()
                 if timeout is not None:
                     left = max(0.0, timeout - (controller.now() - began))
         finally:
@@ -353,6 +354,9 @@ class UnifiedRadixCache:
             f"known to the tree: {match.full_hit_length}",
             f"on the host beyond it: {match.host_hit_length} tokens",
         ]
+        if self._controller.storage is not None:
+            stored = self.tree.believed_length(key) - match.best_length
+            lines.append(f"believed to be in storage beyond that: {max(0, stored)} tokens")
         if not self._controller.enabled:
             lines.append("the cache is off (mode: off)")
         elif match.device_length == whole:

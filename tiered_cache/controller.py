@@ -177,6 +177,7 @@ class HybridCacheController:
         self.transfers: Transfers | None = None
         self.write_policy: WritePolicy = NoWrites()
         self.storage: StorageTier | None = None
+        self._is_attaching = False
         self._detached: list[StorageTier] = []  # with calls that have not ended
         self.load_back_threshold = 0
         if host is not None and enabled:
@@ -272,7 +273,7 @@ class HybridCacheController:
         """
         if self._host is None or self.host_pages is None or self.transfers is None:
             raise ValueError("storage needs a host tier: its pages go through it")
-        if self.storage is not None:
+        if self.storage is not None or self._is_attaching:
             raise ValueError("there is a storage tier already: detach it first")
         threads = getattr(self._executors.io, "_max_workers", IO_THREADS)
         around = Surroundings(
@@ -286,13 +287,18 @@ class HybridCacheController:
             self._agree_on_prefetch,
             self.calmed,
         )
-        tier = self.storage = StorageTier(parts, around)
+        tier = StorageTier(parts, around)
+        self._is_attaching = True
         try:
             await tier.start()
         except BaseException:
-            self.storage = None
             tier.end()
             raise
+        finally:
+            self._is_attaching = False
+        self.storage = tier
+        if self.closed:  # meanwhile
+            await self.detach(0)
 
     async def detach(self, limit: float | None) -> None:
         """Have it no longer. What it is writing ends within `limit` seconds, or stays quarantined

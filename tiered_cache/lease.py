@@ -182,10 +182,13 @@ class Lease:
         if storage is None or self._prefetch is not None:
             return
         match = self._controller.tree.match_prefix(MatchPrefixParams(self.key, limit))
-        if not storage.prefetches.is_worth(limit - limit % self._page_size - match.best_length):
+        missing = limit - limit % self._page_size - match.best_length
+        # Where there are several ranks, all of them ask, or none: another may have less.
+        if self._controller.ranks.is_alone and not storage.prefetches.is_worth(missing):
             return
         self._storage_from = match.best_length
-        self._prefetch = storage.prefetches.start(self.key, limit)
+        name = f"lease {self.id}"
+        self._prefetch = storage.prefetches.start(self.key, limit, name=name)
         await self._prefetch.wait(timeout=timeout)
         self._controller.check()
 

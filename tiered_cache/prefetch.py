@@ -225,10 +225,15 @@ class Prefetches:
         return num_tokens >= max(self._settings.threshold, self._page_size)
 
     def start(
-        self, key: RadixKey, limit: int | None = None, *, detach: bool = False
+        self,
+        key: RadixKey,
+        limit: int | None = None,
+        *,
+        detach: bool = False,
+        name: str | None = None,
     ) -> PrefetchHandle:
         """Bring what storage has of `key[:limit]`. With `detach` nobody waits for it, and the
-        handle is closed."""
+        handle is closed. `name`: what ranks know it by (default: the order of asking)."""
         length = len(key) if limit is None else min(limit, len(key))
         prefetch = Prefetch(
             key, length - length % self._page_size, self._loop.time(), detached=detach
@@ -240,7 +245,8 @@ class Prefetches:
             # From the start, until somebody waits.
             limit_s = self._limit_s(prefetch.length)
             prefetch.timer = self._loop.call_later(limit_s, self._too_late, prefetch)
-        prefetch.task = self._hooks.spawn(self._run(prefetch, self._num_asked), "prefetch")
+        name = name or f"prefetch {self._num_asked}"
+        prefetch.task = self._hooks.spawn(self._run(prefetch, name), "prefetch")
         prefetch.task.add_done_callback(partial(self._ended, prefetch))
         return PrefetchHandle(self, None if detach else prefetch)
 
@@ -298,18 +304,17 @@ class Prefetches:
 
     # --- the way ----------------------------------------------------------------------------------
 
-    async def _run(self, prefetch: Prefetch, number: int) -> None:
+    async def _run(self, prefetch: Prefetch, name: str) -> None:
         """Each `await` marks where the world may change, so each step matches anew."""
         keys: Sequence[bytes] = ()
-        found = 0
         try:
             keys = await self._find(prefetch)
-            found = prefetch.found
         except BackendError as error:
             prefetch.end(str(error))
         except StaleError:
             prefetch.end("the cache was reset")
-        prefetch.found = await self._hooks.agree(f"prefetch probe {number}", found)
+        reach = max(prefetch.reached, prefetch.found)
+        prefetch.found = min(prefetch.found, await self._hooks.agree(f"{name}: probe", reach))
         try:
             while prefetch.found > prefetch.reached and await self._bring_some(prefetch, keys):
                 pass
@@ -318,7 +323,7 @@ class Prefetches:
         except StaleError:
             prefetch.end("the cache was reset")
         reached = 0 if prefetch.is_stopped else prefetch.reached
-        await self._hooks.agree(f"prefetch read {number}", reached)
+        await self._hooks.agree(f"{name}: read", reached)
         prefetch.end("all that storage has of it is on the host")
 
     async def _find(self, prefetch: Prefetch) -> Sequence[bytes]:
@@ -536,6 +541,7 @@ class Prefetches:
         for prefetch in tuple(self._active):
             self.stop(prefetch, why)
             self._let_go(prefetch)
+        self._active.clear()
 
     def reset(self) -> None:
         """The tree has forgotten everything."""

@@ -140,7 +140,7 @@ class StorageTier:
             around.spawn,
             around.changed,
         )
-        self._timer: asyncio.TimerHandle | None = None
+        self._timers: list[asyncio.TimerHandle] = []
         self._retry_s = settings.breaker.retry_after
         self._is_closed = False
 
@@ -180,11 +180,11 @@ class StorageTier:
             await self.parts.close(backend)
             return
         self._connection.backend = backend
+        for breaker in (self.reads, self.writes):
+            breaker.close()
 
     def _connect_later(self) -> None:
-        self._timer = self._loop.call_later(
-            self._retry_s, lambda: self._around.spawn(self._connect_again(), "connect")
-        )
+        self._later(self._retry_s, lambda: self._around.spawn(self._connect_again(), "connect"))
         self._retry_s = min(2 * self._retry_s, self.parts.settings.breaker.max_retry_after)
 
     async def _connect_again(self) -> None:
@@ -216,14 +216,23 @@ class StorageTier:
         if self._around.observers.listening:
             event = Event(EventKind.HEALTH, tier=Tier.STORAGE, detail=text)
             self._around.observers.on_event(event)
-        if new is HealthState.OPEN and breaker is self.reads and not self._is_closed:
+        if new is HealthState.OPEN and breaker is self.reads and self.is_connected:
             # A probe finds out, so that no request has to. Writes are nobody's request: the next
             # backup finds out.
             delay_s = max(0.0, breaker.retry_at - self._loop.time())
-            self._timer = self._loop.call_later(delay_s, self._start_probe)
+            self._later(delay_s, self._start_probe)
+
+    def _later(self, delay_s: float, action: Callable[[], object]) -> None:
+        self._timers = [timer for timer in self._timers if timer.when() > self._loop.time()]
+        self._timers.append(self._loop.call_later(delay_s, action))
+
+    def _stop_timers(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
+        self._timers.clear()
 
     def _start_probe(self) -> None:
-        if not self._is_closed and self.reads.state is HealthState.OPEN:
+        if self.is_connected and self.reads.state is HealthState.OPEN:
             self._around.spawn(self._probe(), "storage probe")
 
     async def _probe(self) -> None:
@@ -262,8 +271,7 @@ class StorageTier:
     def end(self) -> None:
         """Nobody is to wait any longer, and nothing is to begin."""
         self._is_closed = True
-        if self._timer is not None:
-            self._timer.cancel()
+        self._stop_timers()
         self.prefetches.stop_all("storage is being detached")
         self.backups.close()
         for call in self.io:
@@ -273,8 +281,7 @@ class StorageTier:
         """Let the backend go, when nobody uses it any more; up to `limit` seconds. What hangs keeps
         it."""
         self._is_closed = True
-        if self._timer is not None:
-            self._timer.cancel()
+        self._stop_timers()
         with suppress(TimeoutError):
             async with asyncio.timeout(limit):
                 for call in self.io:

@@ -244,7 +244,8 @@ class ThirdTier:
     def _change(self) -> Callable[[bytes], bytes]:
         draws = self.schedule.draws
         at = draws.choice((draws.randrange(self._record.payload_end), 8, 512, 600))
-        return draws.choice((flipped, flipped, torn, short))(at)
+        change = draws.choice((flipped, flipped, torn, short))
+        return lambda row: change(min(at, len(row) - 1))(row) if row else row
 
     def _spoil(self) -> None:
         """Behind everybody's back."""
@@ -372,8 +373,9 @@ class ThirdTier:
             self.schedule.forget()
         try:
             await cache.storage.attach(self.schedule.shape.config())
-        except ValueError as error:
-            assert not isinstance(error, ConfigError)
+        except ConfigError:
+            raise
+        except ValueError:
             return  # another was faster
         self.schedule.meet("attaches")
         self.attached()
@@ -551,7 +553,9 @@ class ThirdTier:
             hit = schedule.match(salt, tokens, None).best_length
             with cache.prefetch(tokens, cache_salt=salt) as handle:
                 got = await handle.wait("wait_complete")
-                wanted = min(num_kept * size, hit + max(1, shape.host_pages // 2) * size)
+                # Its own prefix is held meanwhile, and so takes room where there is little.
+                room = min(max(1, shape.host_pages // 2), shape.host_pages - hit // size)
+                wanted = min(num_kept * size, hit + room * size)
                 if len(tokens) - hit < least or num_kept * size - hit < least:
                     wanted = 0
                 assert got >= wanted, (got, wanted, hit, handle.why)

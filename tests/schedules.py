@@ -139,7 +139,7 @@ class Shape:
             closes_early=draws.random() < 0.06,
             checks=draws.choice((0.03,) * 7 + (0.5,)),
             page_size=page_size,
-            restarts=draws.choice((0, 0, 0, 1, 1, 2)) if storage else draws.choice((0,) * 9 + (1,)),
+            restarts=draws.choice((0, 0, 1, 1, 2)) if storage else draws.choice((0,) * 9 + (1,)),
             storage=storage,
         )
 
@@ -427,6 +427,8 @@ class Schedule:
             if draws.random() < 0.8:
                 await asyncio.wait(self._actors, timeout=draws.choice((0, 20, 100)))
                 await self._demote()
+                if self.third and draws.random() < 0.6:
+                    await self._wipe_host()
             family, length = draws.choice(families), self._length()
             if draws.random() < 0.8 and not self.cache.closed:  # what the host has most of
                 hits = [self.match("", family, None).host_hit_length for family in families]
@@ -457,6 +459,15 @@ class Schedule:
             async with asyncio.timeout(self.draws.choice((1, 10, 10))):
                 num_tokens = self.shape.device_pages * self.page_size
                 await self.cache.evict(EvictParams(num_tokens))
+
+    async def _wipe_host(self) -> None:
+        """What only storage has then must come from there."""
+        with contextlib.suppress(TimeoutError, ClosedError):
+            async with asyncio.timeout(10):
+                await self.cache.drain()
+                await self._demote()
+                num_tokens = self.shape.host_pages * self.page_size
+                await self.cache.evict_host(EvictParams(num_tokens))
 
     def _arrive(self, tokens: list[int], salt: str) -> None:
         draws = self.draws
@@ -1116,7 +1127,7 @@ def play(seed: int, trace: list[str] | None = None) -> Played:
             mock.patch.object(copier, "JOB_BYTES", schedule.shape.job_bytes),
             mock.patch.object(CpuCopier, "num_threads", schedule.shape.copy_threads),
             mock.patch.object(build, "load_backend", schedule.load_backend),
-            mock.patch.object(schema, "installed_backends", lambda: ["memory"]),
+            mock.patch.object(schema, "installed_backends", return_value=["memory"]),
         ):
             met = loop.run(schedule.play())
     except BaseException as error:

@@ -285,15 +285,19 @@ class HybridCacheController:
         tier = StorageTier(parts, around)
         self._is_attaching = True
         try:
+            for old in tuple(self._detached):
+                await old.forgotten.wait()  # what the tree believes of it is not true of this one
             await tier.start()
         except BaseException:
             tier.end()
             raise
         finally:
             self._is_attaching = False
-        self.storage = tier
         if self.closed:  # meanwhile
-            await self.detach(0)
+            tier.end()
+            await tier.aclose(parts.settings.timeout)
+            self.check()
+        self.storage = tier
 
     async def detach(self, limit: float | None) -> None:
         """Have it no longer. What it is writing ends within `limit` seconds, or stays quarantined
@@ -305,7 +309,7 @@ class HybridCacheController:
         try:
             await tier.detach(limit)
         finally:
-            self._detached = [old for old in self._detached if len(old.io)]
+            self._detached = [old for old in self._detached if old.is_open]
             self.calmed()
 
     async def _agree_on_prefetch(self, tag: str, num_tokens: int) -> int:
@@ -687,8 +691,9 @@ class HybridCacheController:
             with suppress(TimeoutError):
                 async with asyncio.timeout(limit):
                     await self.drain()  # what is on its way to storage comes there
-                    if self.storage is not None:
-                        await self.storage.aclose(None)
+                    for tier in (*self._detached, self.storage):
+                        if tier is not None:
+                            await tier.aclose(None)
         finally:  # also when whoever closes is cancelled
             self._end_stores()
             if self.storage is not None:

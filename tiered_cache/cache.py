@@ -59,8 +59,9 @@ OPEN_LIMIT_S: Final = 1.0
 """How long an opening that failed waits for its threads to let go of what they have made."""
 
 COPY_NICE: Final = 10
-"""Copies give way to the loop and the model where cores are short. Beside both on two cores the
-loop is then 0.3 ms late instead of 3.4 (99th percentile; `python -m benchmarks lateness`)."""
+"""Copies, files and checksums give way to the loop and the model where cores are short. Beside
+copies and a model on two cores the loop is then 0.3 ms late instead of 3.4 (99th percentile;
+`python -m benchmarks lateness`)."""
 
 
 class UnifiedRadixCache:
@@ -671,7 +672,7 @@ class Opening:
         copies = 2 if self._config.device.type.startswith("cuda") else 1
         threads = {"run": self._config.run_threads, "copy": copies, "io": IO_THREADS}
         run, copy, io = [
-            given or DaemonExecutor(name, count, nice=COPY_NICE if name == "copy" else 0)
+            given or DaemonExecutor(name, count, nice=0 if name == "run" else COPY_NICE)
             for given, (name, count) in zip(self._executors, threads.items(), strict=True)
         ]
         owned = [executor for executor in (run, copy, io) if executor not in self._executors]

@@ -1,14 +1,13 @@
 """Sequences: what leases do to tree and pages, in which order, and how everything ends.
 
-Owns: who may call, the open leases, the runs, the supervisor and the life cycle. Page accounts, the
-admission queue, claims, transfers, write policies and fences each have a file of their own; the
-controller is where they meet. Refuses to know: tokens of a lease, page tables, models.
+Owns: who may call, the open leases, the supervisor and the life cycle. Page accounts, the admission
+queue, claims, runs, transfers, write policies, fences and storage each have a file of their own;
+the controller is where they meet. Refuses to know: tokens of a lease, page tables, models.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import itertools
 import logging
 import os
@@ -24,13 +23,14 @@ from tiered_cache import ledger
 from tiered_cache.accounts import HostPages, PageAccounts
 from tiered_cache.admission import AdmissionQueue
 from tiered_cache.claims import Claims
-from tiered_cache.errors import CapacityError, ClosedError, StaleError, WrongThreadError
+from tiered_cache.errors import CapacityError, ClosedError, WrongThreadError
 from tiered_cache.fences import Fences, as_awaitable, is_device_event
 from tiered_cache.jobs import Supervisor, run_to_end, submit, threads_ended
 from tiered_cache.layers import LayerWaits
 from tiered_cache.lent import LentPages
 from tiered_cache.observe import Event, EventKind, Observers
 from tiered_cache.pins import Pins
+from tiered_cache.runs import Runs
 from tiered_cache.stats import CacheStats, Counters
 from tiered_cache.storage_io import ThreadContext
 from tiered_cache.storage_tier import StorageTier, Surroundings
@@ -96,17 +96,6 @@ class Executors:
     copy: concurrent.futures.Executor
     io: concurrent.futures.Executor
     owned: Sequence[concurrent.futures.Executor] = ()
-
-
-class Run:
-    """A run under way: waiting for the one before it, queued, or active."""
-
-    __slots__ = ("ended", "job", "leases")
-
-    def __init__(self, leases: Sequence[Lease]) -> None:
-        self.leases = leases
-        self.ended = asyncio.Event()
-        self.job: concurrent.futures.Future[Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +181,6 @@ class HybridCacheController:
         self.observers = observers
         self._host = host
         self._executors = executors
-        self._runs: list[Run] = []
         self._lease_ids = itertools.count(1)
         # Open leases are held weakly, so that a forgotten one is noticed. Closed ones that a run
         # still touches and forgotten ones are held until their pages have gone home.
@@ -203,6 +191,13 @@ class HybridCacheController:
         self._watchers: list[asyncio.Future[None]] = []
         self._given_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._supervisor = Supervisor(self.calmed)
+        self.runs = Runs(
+            executors.run,
+            self.claims if enabled else None,
+            self.counters,
+            self._given_up,
+            self._run_ended,
+        )
         self.loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._process = os.getpid()
@@ -290,15 +285,19 @@ class HybridCacheController:
         tier = StorageTier(parts, around)
         self._is_attaching = True
         try:
+            for old in tuple(self._detached):
+                await old.forgotten.wait()  # what the tree believes of it is not true of this one
             await tier.start()
         except BaseException:
             tier.end()
             raise
         finally:
             self._is_attaching = False
-        self.storage = tier
         if self.closed:  # meanwhile
-            await self.detach(0)
+            tier.end()
+            await tier.aclose(parts.settings.timeout)
+            self.check()
+        self.storage = tier
 
     async def detach(self, limit: float | None) -> None:
         """Have it no longer. What it is writing ends within `limit` seconds, or stays quarantined
@@ -310,7 +309,7 @@ class HybridCacheController:
         try:
             await tier.detach(limit)
         finally:
-            self._detached = [old for old in self._detached if len(old.io)]
+            self._detached = [old for old in self._detached if old.is_open]
             self.calmed()
 
     async def _agree_on_prefetch(self, tag: str, num_tokens: int) -> int:
@@ -432,106 +431,18 @@ class HybridCacheController:
             held_by=held_by,
         )
 
-    # --- runs -------------------------------------------------------------------------------------
-
     async def run(
         self, leases: Sequence[Lease], chunks: Sequence[Chunk], fn: Callable[..., T], args: Any
     ) -> T:
-        """`fn(*args)` in the run executor, over `chunks` of `leases`; back when nobody runs it any
-        more.
-
-        Raises:
-            StaleError, ValueError: a chunk that cannot be computed now. Nothing has run.
-        """
-        if inspect.iscoroutinefunction(fn):
-            raise TypeError("run computes in a thread and takes a plain function, not a coroutine")
-        if not callable(fn):
-            raise TypeError(f"run takes a function and its arguments, not {type(fn).__name__}")
-        self._check_chunks(leases, chunks)
-        claims = []
-        if self.enabled:
-            claims = [
-                self.claims.make(chunk.lease_id, chunk.lease.key, chunk.start, chunk.stop)
-                for chunk in chunks
-            ]
-        for lease in leases:
-            lease.begin_run(chunks)
-        run = Run(leases)
-        ahead = self._runs_ahead(chunks)
-        self._runs.append(run)
-        self.counters.runs += 1
-        is_computed = False
-        try:
-            for other in ahead:
-                await other.ended.wait()
-            if ahead:
-                self._check_still_follows(leases, chunks)
-            job = submit(self._executors.run, fn, *args)
-            run.job = job
-            result = await run_to_end(job, self._given_up)
-            is_computed = True
-        except asyncio.CancelledError:
-            self.counters.runs_cancelled += 1
-            raise
-        except BaseException:
-            self.counters.runs_failed += 1
-            raise
-        finally:
-            self.claims.end(claims)
-            if run.job is None or run.job.done():
-                self._end_run(run, chunks, is_computed)
-            else:  # given up by `aclose`; its pages stay quarantined until the thread has ended
-                run.job.add_done_callback(lambda _: self._end_later(run, chunks))
-        return result
-
-    def _end_run(self, run: Run, chunks: Sequence[Chunk], is_computed: bool) -> None:
-        self._runs.remove(run)
-        for lease in run.leases:
-            lease.end_run(chunks, computed=is_computed)
-        if self.transfers is not None:
-            self.transfers.release_retired()
-        run.ended.set()
-        self.calmed()
-
-    def _end_later(self, run: Run, chunks: Sequence[Chunk]) -> None:
-        """In the run's thread, which has outlived the cache."""
-        try:
-            self.loop.call_soon_threadsafe(self._end_run, run, chunks, False)
-        except RuntimeError:  # the loop is closed: nobody else is there any more
-            self._end_run(run, chunks, is_computed=False)
-
-    def _runs_ahead(self, chunks: Sequence[Chunk]) -> list[Run]:
-        """Runs that compute what these chunks build on.
-
-        A run starts only after them: there may be several threads, and a run that fails must not be
-        followed by one that reads what was never written.
-        """
-        builds_on = {chunk.lease for chunk in chunks if chunk.start > chunk.lease.computed}
-        return [run for run in self._runs if not builds_on.isdisjoint(run.leases)]
-
-    @staticmethod
-    def _check_still_follows(leases: Sequence[Lease], chunks: Sequence[Chunk]) -> None:
-        ends = {}
-        for lease in leases:
-            lease.check()
-            ends[lease] = lease.computed
-        for chunk in chunks:
-            if chunk.start > ends[chunk.lease]:
-                raise StaleError(
-                    f"{chunk!r} follows a run that came to nothing: ask for the next chunk"
-                )
-            ends[chunk.lease] = max(ends[chunk.lease], chunk.stop)
-
-    def _check_chunks(self, leases: Sequence[Lease], chunks: Sequence[Chunk]) -> None:
-        ends = {}  # by lease, not by its id: that is unique within its cache only
+        """See `Runs.run`. Raises `ValueError` for a lease of another cache, too."""
         for lease in leases:
             lease.check_is_of(self)
-            ends[lease] = lease.frontier
-        for chunk in chunks:
-            if chunk.lease not in ends:
-                raise ValueError(f"{chunk!r} is not of a lease that runs")
-            chunk.lease.check_chunk(chunk, ends[chunk.lease])
-            ends[chunk.lease] = max(ends[chunk.lease], chunk.stop)
+        return await self.runs.run(leases, chunks, fn, args)
+
+    def _run_ended(self) -> None:
+        if self.transfers is not None:
+            self.transfers.release_retired()
+        self.calmed()
 
     # --- what leases report -----------------------------------------------------------------------
 
@@ -682,7 +593,7 @@ class HybridCacheController:
     @property
     def busy(self) -> bool:
         """Whether anything is in flight: a run, a quarantine, background work."""
-        if self._runs or self._ending or self._dropped or self._supervisor.num_running:
+        if self.runs or self._ending or self._dropped or self._supervisor.num_running:
             return True
         return bool(self.transfers) or bool(self.fences) or self.write_policy.is_busy
 
@@ -769,9 +680,7 @@ class HybridCacheController:
                 lease.close()
             self._close_dropped()
             self.pins.close_all()
-            for run in self._runs:
-                if run.job is not None:
-                    run.job.cancel()
+            self.runs.cancel_queued()
             if self.transfers is not None:
                 self.transfers.cancel_all(stores=False)
             if self.storage is not None:
@@ -782,8 +691,9 @@ class HybridCacheController:
             with suppress(TimeoutError):
                 async with asyncio.timeout(limit):
                     await self.drain()  # what is on its way to storage comes there
-                    if self.storage is not None:
-                        await self.storage.aclose(None)
+                    for tier in (*self._detached, self.storage):
+                        if tier is not None:
+                            await tier.aclose(None)
         finally:  # also when whoever closes is cancelled
             self._end_stores()
             if self.storage is not None:
@@ -824,11 +734,6 @@ class HybridCacheController:
     def is_ending(self, lease: Lease) -> bool:
         """Whether it is closed, and a run or a device still touches its pages."""
         return lease.id in self._ending
-
-    @property
-    def num_runs(self) -> int:
-        """Runs that are active or queued."""
-        return len(self._runs)
 
     @property
     def num_background_failures(self) -> int:

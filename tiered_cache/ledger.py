@@ -98,7 +98,7 @@ def stats(controller: HybridCacheController) -> CacheStats:
         num_nodes=controller.tree.num_nodes,
         num_leases=len(leases) - len(ending),
         num_queued=len(controller.admission),
-        num_runs=controller.num_runs,
+        num_runs=len(controller.runs),
         counters=counters,
         storage=controller.storage.stats() if controller.storage is not None else None,
     )

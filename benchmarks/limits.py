@@ -75,11 +75,15 @@ LIMITS: Final = (
     ),
     *(
         Limit("files", f"{size} rows, {work}", "plain_x", bound, at_least=True)
-        for size in ("256 KiB", "2 MiB")
-        for work, bound in (("cold read", 0.85), ("warm read", 0.7), ("write", 0.8))
+        for size, read in (("256 KiB", 0.85), ("2 MiB", 0.7))
+        for work, bound in (("cold read", read), ("warm read", read), ("write", 0.8))
     ),
-    Limit("lateness", "transfers", "added_p99_ms", 1),
-    Limit("lateness", "model, transfers", "model_x", 1.2),
+    # Beside a model, too, a difference: alone it makes the loop 0.1 ms late, and a share of that is
+    # less than it takes to note the end of one copy.
+    *(
+        Limit("lateness", line, "added_p99_ms", 1)
+        for line in ("transfers", "model, transfers", "all tiers", "model, all tiers")
+    ),
     *(
         Limit("redis", f"{size} rows, read", "client_x", 0.9, at_least=True)
         for size in ("64 KiB", "256 KiB", "2 MiB")

@@ -1,8 +1,10 @@
-"""Schedules of a cache of two tiers: requests that share prefixes, on a deterministic loop.
+"""Schedules of a cache of two or three tiers: requests that share prefixes, on a deterministic
+loop.
 
 A schedule follows from its seed alone: the cache's shape, who comes when, what they do, which
 copies fail, hang or are late, when somebody resets, and in which order all of that happens. To see
-one again, step by step: `python -m tests.schedules SEED`.
+one again, step by step: `python -m tests.schedules SEED`. What a third tier adds, and what is
+proved of it, is in `schedule_storage`.
 
 What is proved on the way:
 
@@ -32,7 +34,9 @@ from unittest import mock
 import numpy as np
 import numpy.typing as npt
 
-from tests.lease_helpers import P, settings
+from tests import storage_helpers
+from tests.lease_helpers import MODEL, settings
+from tests.schedule_storage import StorageShape, ThirdTier
 from tiered_cache import (
     AdmissionTimeout,
     CacheRequest,
@@ -45,7 +49,9 @@ from tiered_cache import (
     RadixKey,
     StaleError,
     UnifiedRadixCache,
+    build,
 )
+from tiered_cache.config import schema
 from tiered_cache.layers import NO_LOADS
 from tiered_cache.observe import Event, EventKind
 from tiered_cache.page_table import PageTable
@@ -62,10 +68,13 @@ from tiered_cache.write_policies import Turn, WriteBack, WriteThrough
 
 LAYERS: Final = (0, 1)
 
-PAGE_BYTES: Final = 128
-"""State of a page of `lease_helpers.MODEL`: two layers, keys and values, 4 tokens of 8 bytes."""
+TOKEN_STATE_BYTES: Final = 32
+"""Of `lease_helpers.MODEL`: two layers, keys and values, 8 bytes of each."""
 
 WRITE_POLICIES: Final = ("write_through", "write_through_selective", "write_back")
+
+MAX_SECONDS: Final = 1_000
+"""Of virtual time; more is taken for a schedule in which somebody waits for what nobody does."""
 
 MAX_STEPS: Final = 60
 """More steps of one request are taken for one that never ends."""
@@ -103,18 +112,24 @@ class Shape:
     closes_early: bool
     checks: float
     """Share of the steps after which everything is proved."""
+    page_size: int
+    restarts: int
+    """The cache is closed and another one opened so often; on the same storage, if there is one."""
+    storage: StorageShape | None
 
     @classmethod
     def drawn(cls, draws: random.Random) -> Shape:
         device_pages = draws.choice((8, 8, 10, 12, 16))
         smaller, larger = draws.randint(3, device_pages - 1), device_pages + draws.randint(4, 40)
         is_calm = draws.random() < 0.35
+        page_size = draws.choice((4, 4, 4, 4, 4, 4, 1, 2, 3))
+        storage = StorageShape.drawn(draws, page_size) if draws.random() < 0.5 else None
         return cls(
             write_policy=draws.choice(WRITE_POLICIES),
             device_pages=device_pages,
             host_pages=smaller if draws.random() < 0.3 else larger,
             eviction_policy=draws.choice(("lru", "lru", "lru", "lfu", "slru")),
-            threshold=draws.choice((1, 1, 1, 2 * P + 1)),
+            threshold=draws.choice((1, 1, 1, 2 * page_size + 1)),
             run_threads=draws.choice((1, 1, 2)),
             copy_threads=draws.choice((1, 1, 1, 2)),
             job_pages=draws.choice((1, 1, 2, 100)),
@@ -123,32 +138,53 @@ class Shape:
             resets=0 if is_calm else draws.choice((0, 0, 1, 2)),
             closes_early=draws.random() < 0.06,
             checks=draws.choice((0.03,) * 7 + (0.5,)),
+            page_size=page_size,
+            restarts=draws.choice((0, 0, 1, 1, 2)) if storage else draws.choice((0,) * 9 + (1,)),
+            storage=storage,
         )
+
+    @property
+    def job_bytes(self) -> int:
+        return self.job_pages * self.page_size * TOKEN_STATE_BYTES
 
     def config(self) -> Any:
         return _config(
             self.write_policy,
+            self.page_size,
             self.device_pages,
             self.host_pages,
             self.eviction_policy,
             self.threshold,
             self.run_threads,
+            self.storage,
         )
 
 
 @lru_cache(maxsize=4096)
 def _config(
-    write_policy: str, pages: int, host_pages: int, policy: str, threshold: int, threads: int
+    write_policy: str,
+    page_size: int,
+    pages: int,
+    host_pages: int,
+    policy: str,
+    threshold: int,
+    threads: int,
+    storage: StorageShape | None,
 ) -> Any:
+    third = {}
+    if storage is not None:
+        third = {"storage": storage.section(page_size), "model": storage_helpers.MODEL}
     return settings(
-        device={"tokens": pages * P, "eviction_policy": policy},
+        page_size=page_size,
+        device={"tokens": pages * page_size, "eviction_policy": policy},
         host={
-            "tokens": host_pages * P,
+            "tokens": host_pages * page_size,
             "write_policy": write_policy,
             "eviction_policy": policy,
             "load_back_threshold": threshold,
         },
         run_threads=threads,
+        **{"model": MODEL, **third},
     )
 
 
@@ -211,11 +247,12 @@ class LayerReader:
 
     def __init__(self, schedule: Schedule, chunk: Chunk) -> None:
         self._schedule = schedule
+        self._oracle = schedule.oracle
         self._chunk = chunk
         self._error: BaseException | None = None
 
     async def read(self, job: SeededJob) -> None:
-        chunk, oracle = self._chunk, self._schedule.oracle
+        chunk, oracle = self._chunk, self._oracle
         key, layers = chunk.lease.key, chunk.lease.layers
         try:
             slots = Slots(chunk.slots("full", 0))
@@ -243,20 +280,23 @@ class Launch:
 
     def __init__(self, schedule: Schedule, chunk: Chunk) -> None:
         self._schedule = schedule
+        self._oracle = schedule.oracle
+        self._unwritten = schedule.unwritten
+        self._page_size = schedule.page_size
         self._chunk = chunk
         self._slots: Slots | None = None
         self.pages: set[int] = set()
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def __call__(self, chunk: Chunk) -> int:
-        self._schedule.model.oracle.verify(chunk, chunk.lease.key, 0, chunk.start)
+        self._oracle.verify(chunk, chunk.lease.key, 0, chunk.start)
         self._slots = Slots(chunk.slots("full", 0))
-        self.pages = set((self._slots.slots()[chunk.start :] // P).tolist())
+        self.pages = set((self._slots.slots()[chunk.start :] // self._page_size).tolist())
         return chunk.stop
 
     def start(self) -> None:
         """Its chunk is about to be committed."""
-        self._schedule.unwritten |= self.pages
+        self._unwritten |= self.pages
         lease = self._chunk.lease
         key = RadixKey(lease.tokens.copy(), cache_salt=lease.key.namespace.cache_salt)
         self._schedule.spawn(self._finish(key))
@@ -264,8 +304,8 @@ class Launch:
     async def _finish(self, key: RadixKey) -> None:
         assert self._slots is not None, "it has run"
         await asyncio.sleep(self._schedule.draws.choice((0, 1, 1, 2, 5)))
-        self._schedule.oracle.write(self._slots, key, self._chunk.start, self._chunk.stop)
-        self._schedule.unwritten -= self.pages
+        self._oracle.write(self._slots, key, self._chunk.start, self._chunk.stop)
+        self._unwritten -= self.pages
         if self._schedule.draws.random() < 0.03:
             self._schedule.meet("fences that failed")
             self.ready.set_exception(DeviceError())
@@ -280,19 +320,32 @@ class Schedule:
         self.loop = loop
         self.draws = loop.random
         self.shape = Shape.drawn(self.draws)
+        self.page_size = self.shape.page_size
         self.met: Counter[str] = Counter()
         self.faults: list[str] = []
         self.unwritten: set[int] = set()
         """Device pages that were published before they are written."""
         self._published: set[tuple[str, bytes]] = set()
+        """By this cache since its last reset; `known`: by any, ever."""
+        self.known: set[tuple[str, bytes]] = set()
+        self._closed: list[UnifiedRadixCache] = []
+        self._models: list[OracleModel] = []
         self._dropped_before = 0
         self._actors: list[asyncio.Task[None]] = []
         self._cancelled: set[asyncio.Task[None]] = set()
         self._background: set[asyncio.Task[None]] = set()
-        self._is_over = False
+        self.is_over = False
+        self.third: ThirdTier | None = None
+        if self.shape.storage is not None:
+            self.third = ThirdTier(self, self.shape.storage)
         self.cache: UnifiedRadixCache
         self.oracle: ByteOracle
         self.model: OracleModel
+
+    def load_backend(self, name: str) -> Any:
+        """What is installed here."""
+        assert self.third is not None, "only it has a backend"
+        return self.third.load_backend(name)
 
     def meet(self, what: str, count: int = 1) -> None:
         self.met[what] += count
@@ -305,53 +358,82 @@ class Schedule:
     # --- the course of it -------------------------------------------------------------------------
 
     async def play(self) -> Counter[str]:
-        shape, loop = self.shape, self.loop
-        loop.note(repr(shape))
-        self._run_executor = SeededExecutor(
-            loop, name="run", num_threads=shape.run_threads, execute_at="end", fault=self._run_fault
-        )
-        self._copy_executor = SeededExecutor(
-            loop, name="copy", num_threads=shape.copy_threads, fault=self._copy_fault
-        )
-        self.cache = await UnifiedRadixCache.open(
-            shape.config(),
-            observers=[self],
-            run_executor=self._run_executor,
-            copy_executor=self._copy_executor,
-            io_executor=SeededExecutor(loop, name="io"),
-        )
-        self.controller = self.cache._controller
-        self.oracle = ByteOracle(self.cache)
-        self.model = OracleModel(self.oracle)
-        self._guard()
-        self._watch()
+        self.loop.note(repr(self.shape))
+        await self._open()
+        for _ in range(self.shape.restarts):
+            await self._bursts()
+            await self._restart()
         await self._bursts()
-        if shape.closes_early:
+        if self.shape.closes_early:
             self.meet("closed with everything under way")
             await self.cache.aclose(self.draws.choice((0, 1, 10)))
         await self._end()
         return self.met
 
+    async def _open(self) -> None:
+        shape, loop = self.shape, self.loop
+        self.cache = await UnifiedRadixCache.open(
+            shape.config(),
+            observers=[self],
+            run_executor=SeededExecutor(
+                loop,
+                name="run",
+                num_threads=shape.run_threads,
+                execute_at="end",
+                fault=self._run_fault,
+            ),
+            copy_executor=SeededExecutor(
+                loop, name="copy", num_threads=shape.copy_threads, fault=self._copy_fault
+            ),
+            io_executor=SeededExecutor(loop, name="io", num_threads=2),
+        )
+        self.controller = self.cache._controller
+        self.oracle = ByteOracle(self.cache)
+        self.model = OracleModel(self.oracle)
+        self._models.append(self.model)
+        self.unwritten = set()
+        self.forget()
+        self._guard()
+        self._watch()
+        if self.third:
+            self.third.attached()
+
+    async def _restart(self) -> None:
+        """This cache ends, with all that is under way, and another one begins. What it cannot stop
+        (the storage calls of a thread) goes on."""
+        self.meet("restarts")
+        await self.cache.aclose(self.draws.choice((0, 0, 1, 10, None)))
+        await self._everybody_has_gone()
+        self.meet("restarts with storage calls under way", bool(self.controller.storage_calls()))
+        self.note("restart")
+        self._closed.append(self.cache)
+        await self._open()
+
     async def _bursts(self) -> None:
         draws = self.draws
-        longest = min(7, self.shape.device_pages - 1) * P
+        longest = min(7, self.shape.device_pages - 1) * self.page_size
         families = [_tokens(name, longest) for name in range(draws.choice((2, 3)))]
         operators = [self.loop.create_task(self._operate())]
+        if self.third:
+            operators.append(self.loop.create_task(self.third.operate()))
         resets = sorted(draws.choice((3, 6, 9, 12)) for _ in range(self.shape.resets))
         for at in resets:
             self.loop.call_later(at, self._reset)
         for family in families:
             self._arrive(family[: self._length()], "")
-        for _ in range(draws.randint(2, 4)):
+        num_bursts = draws.randint(2, 4) if not self.shape.restarts else draws.randint(1, 2)
+        for _ in range(num_bursts):
             await asyncio.sleep(draws.choice((0, 1, 2, 5)))
             if draws.random() < 0.8:
                 await asyncio.wait(self._actors, timeout=draws.choice((0, 20, 100)))
                 await self._demote()
+                if self.third and draws.random() < 0.6:
+                    await self._wipe_host()
             family, length = draws.choice(families), self._length()
             if draws.random() < 0.8 and not self.cache.closed:  # what the host has most of
-                hits = [self._match("", family, None).host_hit_length for family in families]
+                hits = [self.match("", family, None).host_hit_length for family in families]
                 family = families[hits.index(max(hits))]
-                length = max(length, min(max(hits) + draws.randint(1, P), len(family)))
+                length = max(length, min(max(hits) + draws.randint(1, self.page_size), len(family)))
             is_equal = draws.random() < 0.6
             salt = "x" if draws.random() < 0.08 else ""
             for _ in range(draws.choice((1, 2, 3, 4))):
@@ -368,19 +450,32 @@ class Schedule:
                 task.result()
 
     def _length(self) -> int:
-        return self.draws.randint(2 * P, min(6, self.shape.device_pages - 1) * P)
+        most = min(6, self.shape.device_pages - 1)
+        return self.draws.randint(2 * self.page_size, most * self.page_size)
 
     async def _demote(self) -> None:
         """As an engine that needs the device for something else, for a moment."""
         with contextlib.suppress(TimeoutError, ClosedError):
             async with asyncio.timeout(self.draws.choice((1, 10, 10))):
-                num_tokens = self.shape.device_pages * P
+                num_tokens = self.shape.device_pages * self.page_size
                 await self.cache.evict(EvictParams(num_tokens))
+
+    async def _wipe_host(self) -> None:
+        """What only storage has then must come from there."""
+        with contextlib.suppress(TimeoutError, ClosedError):
+            async with asyncio.timeout(10):
+                await self.cache.drain()
+                await self._demote()
+                num_tokens = self.shape.host_pages * self.page_size
+                await self.cache.evict_host(EvictParams(num_tokens))
 
     def _arrive(self, tokens: list[int], salt: str) -> None:
         draws = self.draws
-        work = draws.choice((self._request,) * 10 + (self._pair, self._engine))
-        if self.shape.closes_early and work == self._engine:
+        works = [self._request] * 10 + [self._pair, self._engine]
+        if self.third:
+            works += [self.third.prefetch] * 5
+        work = draws.choice(works)
+        if (self.shape.closes_early or self.shape.restarts) and work == self._engine:
             work = self._request  # an engine gives its pages back before it closes the cache
         task = self.loop.create_task(work(tokens, salt))
         self._actors.append(task)
@@ -391,12 +486,15 @@ class Schedule:
         if not task.done():
             self.meet("cancelled")
             self.meet("cancelled with transfers under way", bool(self.controller.transfers))
+            self.meet("cancelled with storage calls under way", bool(self._num_calls()))
             self._cancelled.add(task)
             task.cancel()
 
-    async def _end(self) -> None:
-        """Nothing fails or hangs any more; everybody comes to an end, and nothing is left."""
-        self._is_over = True
+    def _num_calls(self) -> int:
+        """Of storage, that read or write rows."""
+        return len(self.controller.storage_calls())
+
+    async def _everybody_has_gone(self) -> None:
         await asyncio.wait(self._actors)
         for task in self._actors:
             if task.cancelled():
@@ -405,44 +503,72 @@ class Schedule:
                 task.result()
         while self._background:
             await asyncio.wait(tuple(self._background))
+
+    async def _end(self) -> None:
+        """Nothing fails or hangs any more; everybody comes to an end, and nothing is left."""
+        self.is_over = True
+        await self._everybody_has_gone()
         if not self.cache.closed:
+            if self.third:
+                await self.third.is_well()
             await self.cache.drain()
             self._prove_quiet()
             await self._read_back()
             await self.cache.drain()
             self._prove_quiet()
-        assert await self.cache.aclose(None) == []
-        await assert_nothing_left(self.cache)
+        if self.third and self.draws.random() < 0.3:
+            await self.cache.aclose(None)
+            self._closed.append(self.cache)
+            await self._open()
+            await self.third.read_all()
+            await self.cache.drain()
+            self._prove_quiet()
+        for cache in (*self._closed, self.cache):
+            left = await cache.aclose(None)
+            assert left == [], left
+            await assert_nothing_left(cache)
+            counters = cache.stats().counters
+            for name in counters.__slots__:
+                self.meet(name, getattr(counters, name))
+        if self.third:
+            self.third.prove_end()
         left = asyncio.all_tasks() - {asyncio.current_task()}
         assert not left, f"tasks are left: {left}"
-        counters = self.controller.counters
-        for name in counters.__slots__:
-            self.meet(name, getattr(counters, name))
+        assert self.loop.time() < MAX_SECONDS, "that took too long"
 
     async def _read_back(self) -> None:
         """What is known to be there is reused, and reads right."""
-        counters, draws = self.controller.counters, self.draws
+        draws = self.draws
         for salt, data in draws.sample(sorted(self._published), min(2, len(self._published))):
             tokens = np.frombuffer(data, np.int64).tolist()
-            match = self._match(salt, tokens, len(tokens) - 1)
-            before = counters.pages_evicted_host, counters.tokens_dropped
+            match = self.match(salt, tokens, len(tokens) - 1)
+            before = self._num_lost()
             async with self.cache.lease(tokens, cache_salt=salt) as lease:
                 self._granted(lease)
-                if before == (counters.pages_evicted_host, counters.tokens_dropped):
+                if before == self._num_lost():
                     wanted = match.best_length
                     if match.host_hit_length < self.shape.threshold:
                         wanted = match.device_length
-                    assert lease.prefix_len == wanted, (lease, match, lease.why)
+                    is_as_wanted = lease.prefix_len == wanted
+                    if self.third:  # which may have more
+                        is_as_wanted = lease.prefix_len >= wanted
+                    assert is_as_wanted, (lease, match, lease.why)
                 while chunk := await lease.next_chunk(100):
                     await lease.run(self.model, chunk)
                     lease.commit(chunk)
+
+    def _num_lost(self) -> tuple[int, ...]:
+        counters = self.controller.counters
+        lost = (counters.pages_evicted_host, counters.tokens_dropped)
+        # What storage has is not dropped when the device gives it up.
+        return (*lost, counters.pages_evicted) if self.third else lost
 
     # --- requests ---------------------------------------------------------------------------------
 
     async def _request(self, tokens: list[int], salt: str) -> None:
         draws = self.draws
         reserve = draws.choice((0, 0, 0, 3, 6))
-        room = self.shape.device_pages * P - len(tokens)
+        room = self.shape.device_pages * self.page_size - len(tokens)
         timeout = draws.choice((None, None, None, 0, 3))
         lease: Lease | None = None
         try:
@@ -466,11 +592,11 @@ class Schedule:
             assert self.cache.closed
 
     def _granted(self, lease: Lease) -> None:
-        self._note(f"{lease!r} granted {lease.prefix_len}")
-        self._step()
+        self.note(f"{lease!r} granted {lease.prefix_len}")
+        self.step()
         if self._is_stale(lease):
             return
-        assert lease.prefix_len % P == 0
+        assert lease.prefix_len % self.page_size == 0
         assert lease.prefix_len < len(lease)
         assert lease.hits.total == lease.prefix_len == lease.computed, (lease, lease.hits)
         assert lease.why
@@ -480,18 +606,18 @@ class Schedule:
         num_appended, most = 0, draws.choice((0, 0, 2, 6))
         for _ in range(MAX_STEPS):
             await self.pause()
-            self._step()
+            self.step()
             if self.cache.closed:
                 return
             choice = draws.random()
             if choice < 0.05:
                 self._truncate(lease)
             elif choice < 0.1:
-                self._note(f"{lease!r} finishes")
+                self.note(f"{lease!r} finishes")
                 lease.finish()
             elif choice < 0.12:
                 break
-            chunk = await lease.next_chunk(draws.choice((3, 2 * P, 100, 100)))
+            chunk = await lease.next_chunk(draws.choice((3, 2 * self.page_size, 100, 100)))
             if chunk is not None:
                 self._check_chunk(lease, chunk)
                 await self._compute(lease, chunk)
@@ -504,7 +630,7 @@ class Schedule:
         else:
             raise AssertionError(f"{lease!r} never ends")
         end = draws.choice(("finish", "finish", "suspend", "close"))
-        self._note(f"{lease!r}: {end}")
+        self.note(f"{lease!r}: {end}")
         if end == "suspend":
             lease.suspend()
         elif end == "finish":
@@ -530,7 +656,7 @@ class Schedule:
         try:
             lease.truncate(length)
         except ValueError:
-            is_coming = lease._is_using_load and length < lease._own_from * P
+            is_coming = lease._is_using_load and length < lease._own_from * self.page_size
             assert not is_legal or lease.is_running or is_coming
         else:
             assert is_legal
@@ -541,7 +667,7 @@ class Schedule:
         hows = ("commits",) * 6 + ("launches", "returns", "fails", "pipelines")
         how = draws.choice(hows)
         await lease.ready()
-        self._note(f"{chunk!r} {how}")
+        self.note(f"{chunk!r} {how}")
         model: Callable[..., Any] = self._model_for(lease, chunk)
         launch = None
         if how == "fails":
@@ -575,7 +701,7 @@ class Schedule:
             self.meet("fences")
             launch.start()
             lease.commit(chunk, ready=launch.ready)
-        self._step()
+        self.step()
 
     def _model_for(self, lease: Lease, chunk: Chunk) -> Callable[..., Any]:
         return self.model if lease.layers is NO_LOADS else LayerReader(self, chunk)
@@ -586,7 +712,7 @@ class Schedule:
         try:
             await asyncio.sleep(0)
             if chunk.stop < len(lease) and lease.frontier == chunk.stop:
-                second = await lease.next_chunk(P)
+                second = await lease.next_chunk(self.page_size)
                 if second is not None:
                     self._check_chunk(lease, second)
                     await lease.ready()
@@ -629,7 +755,7 @@ class Schedule:
                     await self.cache.run(leases, self.model, ready)
                 for chunk in ready:
                     chunk.lease.commit(chunk)
-                self._step()
+                self.step()
                 victims = self.cache.extend(leases, [60] * len(leases))
                 if victims:
                     self.meet("growth refused")
@@ -650,6 +776,7 @@ class Schedule:
     async def _engine(self, tokens: list[int], salt: str) -> None:
         """A request of an engine that calls for everything itself."""
         cache, draws, epoch = self.cache, self.draws, self.controller.epoch
+        size = self.page_size
         request = None
         try:
             if draws.random() < 0.7:
@@ -660,12 +787,12 @@ class Schedule:
             request = cache.begin_req(tokens, cache_salt=salt)
             self.meet("requests of an engine")
             while request.computed < len(tokens):
-                stop = min(len(tokens), request.computed + draws.choice((3, 2 * P, 100)))
-                table, missing = request.table, -(-stop // P) - request.table.num_pages
+                stop = min(len(tokens), request.computed + draws.choice((3, 2 * size, 100)))
+                table, missing = request.table, -(-stop // size) - request.table.num_pages
                 if missing > 0:
                     table.write(table.num_pages, cache.allocate(missing))
                 slots = Slots(table.slots(0, 0, stop))
-                if not self.unwritten.intersection((slots.slots() // P).tolist()):
+                if not self.unwritten.intersection((slots.slots() // size).tolist()):
                     self.oracle.verify(slots, request.key, 0, request.computed)
                 self.oracle.write(slots, request.key, request.computed, stop)
                 await self.pause()
@@ -675,7 +802,7 @@ class Schedule:
                 if draws.random() < 0.5:
                     cache.cache_unfinished_req(request)
                     self._note_published(request)
-                self._step()
+                self.step()
         except CapacityError:
             self.meet("no room for an engine")
         except ClosedError:
@@ -697,9 +824,9 @@ class Schedule:
             if choice < 0.2:
                 await self.cache.drain()
             elif choice < 0.5:
-                await self.cache.evict_host(EvictParams(draws.randint(1, 4) * P))
+                await self.cache.evict_host(EvictParams(draws.randint(1, 4) * self.page_size))
             elif choice < 0.6:
-                await self.cache.evict(EvictParams(draws.randint(1, 4) * P))
+                await self.cache.evict(EvictParams(draws.randint(1, 4) * self.page_size))
             elif choice < 0.8:
                 self.prove()
             else:
@@ -707,26 +834,27 @@ class Schedule:
                 self.cache.outstanding()
 
     def _reset(self) -> None:
-        if self.cache.closed or self._is_over:
+        if self.cache.closed or self.is_over:
             return
         transfers = self.controller.transfers
         assert transfers is not None
         self.meet("resets with transfers in flight", bool(transfers))
-        self._note(f"reset with {list(transfers)}")
+        self.meet("resets with storage calls in flight", bool(self._num_calls()))
+        self.note(f"reset with {list(transfers)}")
         self.cache.reset()
-        self._forget()
+        self.forget()
         for pools in (self.cache.stats().pools, self.cache.stats().host):
             for pool in pools.values():
                 assert pool.free + pool.quarantined == pool.capacity, pool
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         self._published.clear()
         self._dropped_before = self.controller.counters.tokens_dropped
 
     # --- executors --------------------------------------------------------------------------------
 
     def _copy_fault(self, job: SeededJob) -> float | BaseException | None:
-        if self._is_over:
+        if self.is_over:
             return None
         shape, draws = self.shape, self.draws
         draw = draws.random()
@@ -769,6 +897,8 @@ class Schedule:
 
         def on_split(child: Any, depth: int) -> None:
             self.meet("splits with a transfer pending", child.data[0].pending is not None)
+            if self.third:
+                self.third.note_split(child)
 
         def on_failed(batch: Any, at: int, error: Any) -> None:
             self.meet(f"copies that failed at {'the first job' if at == 0 else 'a later job'}")
@@ -821,12 +951,16 @@ class Schedule:
             else:
                 self.faults.append(f"lease {event.lease_id} has committed and is unknown")
         elif event.kind is EventKind.CLEARED:
-            self._forget()
+            self.forget()
 
     def _note_published(self, request: Lease | CacheRequest) -> None:
         key = request.key
-        for stop in range(P, request.committed + 1, P):
-            self._published.add((key.namespace.cache_salt, key.data[: stop * 8]))
+        size, salt = self.page_size, key.namespace.cache_salt
+        pages = [(salt, key.data[: stop * 8]) for stop in range(size, request.committed + 1, size)]
+        self._published.update(pages)
+        if self.third and pages and pages[-1] not in self.known:
+            self.third.note_published(salt, pages[-1][1])
+        self.known.update(pages)
 
     # --- proof ------------------------------------------------------------------------------------
 
@@ -838,13 +972,13 @@ class Schedule:
         for _ in range(choice):
             await asyncio.sleep(0)
 
-    def _note(self, line: str) -> None:
+    def note(self, line: str) -> None:
         self.loop.note(f"{self.loop.time():g} {line}")
 
     def _is_stale(self, lease: Lease) -> bool:
         return lease.epoch != self.controller.epoch
 
-    def _step(self) -> None:
+    def step(self) -> None:
         if self.draws.random() < self.shape.checks:
             self.prove()
 
@@ -854,13 +988,18 @@ class Schedule:
         self.oracle.verify_tree(self.unwritten)
         for guard in self._guards:
             guard.verify()
-        assert not self.faults + self.model.faults, self.faults + self.model.faults
+        faults = [*self.faults, *(fault for model in self._models for fault in model.faults)]
+        assert not faults, faults
         for node in self.cache.tree.nodes():
             known = node.namespace.cache_salt, path_tokens(node)
-            assert known in self._published, f"{node!r} was never published"
+            assert known in (self.known if self.third else self._published), (
+                f"{node!r} was never published"
+            )
         for lease in self.controller.all_leases():
             if not lease.closed and not self._is_stale(lease):
                 prove_lease(self.oracle, lease, self.unwritten)
+        if self.third:
+            self.third.prove()
         self._prove_found()
 
     def _prove_found(self) -> None:
@@ -871,10 +1010,13 @@ class Schedule:
             return
         self.meet("found what was published")
         for salt, data in self.draws.sample(sorted(self._published), 1):
-            match = self._match(salt, np.frombuffer(data, np.int64).tolist(), None)
+            match = self.match(salt, np.frombuffer(data, np.int64).tolist(), None)
+            if self.third and match.best_length < len(data) // 8:
+                self.third.prove_kept(salt, data, match.best_length)
+                continue
             assert match.best_length == len(data) // 8, (match, self.cache.pretty_print())
 
-    def _match(self, salt: str, tokens: list[int], limit: int | None) -> Any:
+    def match(self, salt: str, tokens: list[int], limit: int | None) -> Any:
         return self.cache.tree.match_prefix(
             MatchPrefixParams(RadixKey(tokens, cache_salt=salt), limit)
         )
@@ -893,6 +1035,8 @@ class Schedule:
             assert pool.unspent == 0
         for node in tree.nodes():
             assert node.data[0].pending is None, node
+        if self.third:
+            self.third.prove_quiet()
 
 
 def prove_lease(oracle: ByteOracle, lease: Lease, unwritten: Collection[int] = ()) -> None:
@@ -911,13 +1055,13 @@ def prove_lease(oracle: ByteOracle, lease: Lease, unwritten: Collection[int] = (
         spans.append((lease.table, min((stop, *coming))))
     for table, end in spans:
         slots = table.slots(BASE, 0, end)
-        if end and not set(unwritten).intersection((slots // P).tolist()):
+        if end and not set(unwritten).intersection((slots // lease._page_size).tolist()):
             oracle.verify(Slots(slots), lease.key, 0, end)
 
 
 def _named_without_runs(lease: Lease) -> PageTable:
     """What the table of a lease is to name when its runs have ended."""
-    table = PageTable(1, P)
+    table = PageTable(1, lease._page_size)
     table.write(0, [lease.table.ids[BASE][: lease.table.num_pages]])
     for first, pages in lease._canonical:
         table.write(first, [pages[BASE]])
@@ -978,11 +1122,12 @@ def play(seed: int, trace: list[str] | None = None) -> Played:
     schedule = Schedule(loop)
     if trace is not None:
         loop.trace = trace
-    job_bytes = schedule.shape.job_pages * PAGE_BYTES
     try:
         with (
-            mock.patch.object(copier, "JOB_BYTES", job_bytes),
+            mock.patch.object(copier, "JOB_BYTES", schedule.shape.job_bytes),
             mock.patch.object(CpuCopier, "num_threads", schedule.shape.copy_threads),
+            mock.patch.object(build, "load_backend", schedule.load_backend),
+            mock.patch.object(schema, "installed_backends", return_value=["memory"]),
         ):
             met = loop.run(schedule.play())
     except BaseException as error:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tiered_cache.build import size_stack
+from tiered_cache.build import size_stack, storage_parts
 from tiered_cache.cli.check import warnings
-from tiered_cache.config import load_config
+from tiered_cache.config import StorageConfig, load_config
+from tiered_cache.storage.registry import load_backend
 from tiered_cache.types import ComponentId
 
 FULL = ComponentId("full")
@@ -16,8 +17,10 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 BYTES_PER_TOKEN = {
     "device_only.yaml": 131_072,
     "demo.yaml": 46_080,
+    "file.yaml": 46_080,
     "host.yaml": 46_080,
     "mla.yaml": 71_424,
+    "redis.yaml": 131_072,
 }
 
 
@@ -30,6 +33,32 @@ def test_it_loads_without_a_warning(path: Path) -> None:
     assert list(warnings(config, sizing)) == []
     total = sum(pool.page_bytes for pool in sizing.stack.pools)
     assert total / config.page_size == BYTES_PER_TOKEN[path.name]
+    assert (storage_parts(config, sizing) is None) == (config.storage is None)
+
+
+@pytest.mark.parametrize("name", ["file", "redis"])
+def test_a_backends_file_shows_all_its_options_with_their_defaults(name: str) -> None:
+    """A file to copy from: what is not said here does not exist. The time to live is an example,
+    because there is none by default."""
+    config = load_config(CONFIGS / f"{name}.yaml", environ={})
+    assert config.storage is not None
+    options = load_backend(name).Options
+    assert set(config.storage.options) == set(options.model_fields)
+    given = options.model_validate(config.storage.options)
+    defaults = options.model_validate(
+        {key: config.storage.options[key] for key in ("url", "ttl") if key in options.model_fields}
+    )
+    assert given == defaults
+
+
+def test_the_file_backends_file_shows_all_of_storage() -> None:
+    """Every key, with its default."""
+    storage = load_config(CONFIGS / "file.yaml", environ={}).storage
+    assert storage is not None
+    assert storage.model_fields_set == set(StorageConfig.model_fields)
+    assert storage == StorageConfig(backend="file", options=storage.options)
+    for section in (storage.prefetch, storage.backup, storage.breaker):
+        assert section.model_fields_set == set(type(section).model_fields)
 
 
 def test_the_host_tier_holds_the_demos_chats_and_the_device_does_not() -> None:

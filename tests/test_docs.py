@@ -7,8 +7,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from pydantic.fields import FieldInfo
 
 from tiered_cache.config.problems import SECTIONS
+from tiered_cache.storage.registry import backend_names, load_backend
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -39,6 +41,29 @@ def test_every_setting_is_described() -> None:
     for section in SECTIONS.values():
         for key in section.model_fields:
             assert re.search(rf"\b{key}\b", text), key
+
+
+def test_every_option_of_a_backend_is_described() -> None:
+    """In a table of its own, with the default that it has."""
+    text = (ROOT / "docs" / "configuration.md").read_text()
+    for name in backend_names():
+        table = text.partition(f"Options of `{name}`")[2].partition("\n\n")[2].partition("\n\n")[0]
+        rows = {row.split("|")[1].strip(" `"): row.split("|")[2] for row in table.splitlines()[2:]}
+        options = load_backend(name).Options.model_fields
+        assert list(rows) == list(options), name
+        for key, option in options.items():
+            assert rows[key].strip(" `") in ways_to_write(option), key
+
+
+def ways_to_write(option: FieldInfo) -> list[str]:
+    """Of an option's default, or that there is none."""
+    default = option.default
+    if option.is_required():
+        return ["required"]
+    if isinstance(default, int) and not isinstance(default, bool):
+        powers = [(1 << 10 * power, f"{unit}iB") for power, unit in enumerate("KMGT", start=1)]
+        return [str(default), *(f"{default // size}{unit}" for size, unit in powers)]
+    return ["" if default is None else str(default).lower(), str(default)]
 
 
 def test_every_dependency_is_pinned_for_development() -> None:

@@ -30,7 +30,8 @@ async def test_a_chunk_from_before_a_truncation_is_refused_whatever_stands_there
         for token in (8, 9, 10, 11):
             lease.append(token)
         assert len(lease) > draft.stop
-        for use in (lease.commit, lambda chunk: lease._controller._check_chunks([lease], [chunk])):
+        runs = lease._controller.runs
+        for use in (lease.commit, lambda chunk: runs._check_chunks([lease], [chunk])):
             with pytest.raises(StaleError, match="truncated"):
                 use(draft)
         assert lease.computed == 4

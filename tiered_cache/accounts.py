@@ -111,10 +111,14 @@ class HostPages(TierPages):
     def evict(self, need: Sequence[int]) -> EvictResult:
         """Give up so many pages of each component, or what can go."""
         evicted = self._tree.evict_host(need)
-        self.give_back(evicted.host)
-        self._counters.pages_evicted_host += sum(map(len, evicted.host))
-        self._counters.tokens_dropped += evicted.dropped_tokens
+        self.take_back(evicted)
         return evicted
+
+    def take_back(self, given_up: EvictResult) -> None:
+        """What the tree has given up on the host goes home, and is counted."""
+        self.give_back(given_up.host)
+        self._counters.pages_evicted_host += sum(map(len, given_up.host))
+        self._counters.tokens_dropped += given_up.dropped_tokens
 
 
 class PageAccounts(TierPages):

@@ -187,6 +187,7 @@ def _make_host_tier(
         arenas=arenas,
         copier=copier,
         page_bytes=arenas[0].layout.payload_bytes,
+        max_pinned=config.host.max_pinned,
         write_policy=config.host.write_policy,
         load_back_threshold=config.host.load_back_threshold,
         touch=[chunk.touch for arena in arenas for chunk in arena.chunks()],

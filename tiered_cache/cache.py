@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from tiered_cache.build import Parts
     from tiered_cache.engine import CacheRequest
     from tiered_cache.observe import Observer
+    from tiered_cache.pins import Pin
     from tiered_cache.pools.device import DevicePools
     from tiered_cache.pools.host import HostArena
     from tiered_cache.prefetch import PrefetchHandle
@@ -58,8 +59,9 @@ OPEN_LIMIT_S: Final = 1.0
 """How long an opening that failed waits for its threads to let go of what they have made."""
 
 COPY_NICE: Final = 10
-"""Copies give way to the loop and the model where cores are short. Beside both on two cores the
-loop is then 0.3 ms late instead of 3.4 (99th percentile; `python -m benchmarks lateness`)."""
+"""Copies, files and checksums give way to the loop and the model where cores are short. Beside
+copies and a model on two cores the loop is then 0.3 ms late instead of 3.4 (99th percentile;
+`python -m benchmarks lateness`)."""
 
 
 class UnifiedRadixCache:
@@ -207,6 +209,7 @@ class UnifiedRadixCache:
                 if not lease.is_stale:
                     return
                 lease.start_over()  # a reset came between
+                lease.end_prefetch()
                 if timeout is not None:
                     left = max(0.0, timeout - (controller.now() - began))
         finally:
@@ -238,11 +241,44 @@ class UnifiedRadixCache:
         self._controller.check()
         if self._controller.storage is None:
             raise ValueError("there is no storage tier: write a `storage:` section")
-        is_key = isinstance(tokens, RadixKey)
-        if is_key and (extra_key is not None or cache_salt is not None):
-            raise ValueError("a RadixKey has its namespace already: take extra_key, cache_salt out")
-        key = tokens if is_key else RadixKey(tokens, extra_key, cache_salt)
+        key = self._key(tokens, extra_key, cache_salt)
         return self._controller.storage.prefetches.start(key, detach=detach)
+
+    def pin(
+        self,
+        tokens: Any,
+        ttl: float | None,
+        *,
+        tier: Tier | None = None,
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+    ) -> Pin:
+        """Keep what is cached of a prefix now where it is, for `ttl` seconds (None: until it is
+        closed): `with cache.pin(system_prompt, ttl=600)`, or keep the pin and `close` it.
+
+        Args:
+            tier: the host (default, where there is one) or the device, where it counts as held.
+
+        Raises:
+            CapacityError: more than `max_pinned` of the tier, or on the device more than is
+                neither held nor promised. ValueError, TypeError: arguments that make no sense.
+        """
+        self._controller.check()
+        if tier is None:
+            tier = Tier.HOST if self._controller.host_pages is not None else Tier.DEVICE
+        elif not isinstance(tier, Tier):
+            raise TypeError(f"tier is Tier.HOST or Tier.DEVICE, not {type(tier).__name__}")
+        key = self._key(tokens, extra_key, cache_salt)
+        return self._controller.pins.make(key, tier, seconds("ttl", ttl))
+
+    @staticmethod
+    def _key(tokens: Any, extra_key: str | None, cache_salt: str | None) -> RadixKey:
+        """Tokens, or a key that somebody has made of them."""
+        if not isinstance(tokens, RadixKey):
+            return RadixKey(tokens, extra_key, cache_salt)
+        if extra_key is not None or cache_salt is not None:
+            raise ValueError("a RadixKey has its namespace already: take extra_key, cache_salt out")
+        return tokens
 
     @property
     def storage(self) -> StorageControl:
@@ -319,6 +355,9 @@ class UnifiedRadixCache:
             f"known to the tree: {match.full_hit_length}",
             f"on the host beyond it: {match.host_hit_length} tokens",
         ]
+        if self._controller.storage is not None:
+            stored = self.tree.believed_length(key) - match.best_length
+            lines.append(f"believed to be in storage beyond that: {max(0, stored)} tokens")
         if not self._controller.enabled:
             lines.append("the cache is off (mode: off)")
         elif match.device_length == whole:
@@ -613,6 +652,7 @@ class Opening:
                 enabled=self._config.mode == "on",
                 observers=parts.tree.observers,
                 ranks=self._ranks,
+                max_pinned=self._config.device.max_pinned,
                 stream=self._stream,
             )
             storage = parts.storage
@@ -632,7 +672,7 @@ class Opening:
         copies = 2 if self._config.device.type.startswith("cuda") else 1
         threads = {"run": self._config.run_threads, "copy": copies, "io": IO_THREADS}
         run, copy, io = [
-            given or DaemonExecutor(name, count, nice=COPY_NICE if name == "copy" else 0)
+            given or DaemonExecutor(name, count, nice=0 if name == "run" else COPY_NICE)
             for given, (name, count) in zip(self._executors, threads.items(), strict=True)
         ]
         owned = [executor for executor in (run, copy, io) if executor not in self._executors]

@@ -1,14 +1,13 @@
 """Sequences: what leases do to tree and pages, in which order, and how everything ends.
 
-Owns: who may call, the open leases, the runs, the supervisor and the life cycle. Page accounts, the
-admission queue, claims, transfers, write policies and fences each have a file of their own; the
-controller is where they meet. Refuses to know: tokens of a lease, page tables, models.
+Owns: who may call, the open leases, the supervisor and the life cycle. Page accounts, the admission
+queue, claims, runs, transfers, write policies, fences and storage each have a file of their own;
+the controller is where they meet. Refuses to know: tokens of a lease, page tables, models.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import itertools
 import logging
 import os
@@ -24,12 +23,14 @@ from tiered_cache import ledger
 from tiered_cache.accounts import HostPages, PageAccounts
 from tiered_cache.admission import AdmissionQueue
 from tiered_cache.claims import Claims
-from tiered_cache.errors import CapacityError, ClosedError, StaleError, WrongThreadError
+from tiered_cache.errors import CapacityError, ClosedError, WrongThreadError
 from tiered_cache.fences import Fences, as_awaitable, is_device_event
 from tiered_cache.jobs import Supervisor, run_to_end, submit, threads_ended
 from tiered_cache.layers import LayerWaits
 from tiered_cache.lent import LentPages
 from tiered_cache.observe import Event, EventKind, Observers
+from tiered_cache.pins import Pins
+from tiered_cache.runs import Runs
 from tiered_cache.stats import CacheStats, Counters
 from tiered_cache.storage_io import ThreadContext
 from tiered_cache.storage_tier import StorageTier, Surroundings
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from tiered_cache.accounts import TierPages
     from tiered_cache.chunk import Chunk
     from tiered_cache.fences import Fence
     from tiered_cache.lease import Lease
@@ -96,32 +98,25 @@ class Executors:
     owned: Sequence[concurrent.futures.Executor] = ()
 
 
-class Run:
-    """A run under way: waiting for the one before it, queued, or active."""
-
-    __slots__ = ("ended", "job", "leases")
-
-    def __init__(self, leases: Sequence[Lease]) -> None:
-        self.leases = leases
-        self.ended = asyncio.Event()
-        self.job: concurrent.futures.Future[Any] | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class HostTier:
     """What a second tier adds.
 
-    `allocators`, `arenas`: of its rows, in dense component order. `page_bytes`: of a page of the
-    first component. `write_policy`: "write_through", "write_through_selective" or "write_back"
-    (semantics §9.5). `load_back_threshold`: tokens; a shorter hit is computed again. `touch`: makes
-    its memory ready, a piece per call, ahead of need; in a thread. `close`: lets go of the copier
-    and the memory, when nobody copies any more.
+    Attributes:
+        allocators, arenas: of its rows, in dense component order.
+        page_bytes: of a page of the first component.
+        max_pinned: how much of it pins may hold, from 0 to 1.
+        write_policy: "write_through", "write_through_selective" or "write_back" (semantics §9.5).
+        load_back_threshold: tokens; a shorter hit is computed again.
+        touch: makes its memory ready, a piece per call, ahead of need; in a thread.
+        close: lets go of the copier and the memory, when nobody copies any more.
     """
 
     allocators: Sequence[PageAllocator]
     arenas: Sequence[HostArena]
     copier: Copier
     page_bytes: int
+    max_pinned: float
     write_policy: str
     load_back_threshold: int
     touch: Sequence[Callable[[], None]]
@@ -137,6 +132,7 @@ class HybridCacheController:
         host: the second tier, if there is one.
         enabled: False for comparing with and without: nothing matches and nothing is kept.
         ranks: whom to agree with.
+        max_pinned: how much of the device pins may hold, from 0 to 1.
         stream: on which the models compute, if they go on after a run has returned.
     """
 
@@ -150,6 +146,7 @@ class HybridCacheController:
         enabled: bool,
         observers: Observers,
         ranks: Ranks,
+        max_pinned: float = 0.25,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
         self.tree = tree
@@ -169,16 +166,21 @@ class HybridCacheController:
         self.transfers: Transfers | None = None
         self.write_policy: WritePolicy = NoWrites()
         self.storage: StorageTier | None = None
+        self._is_attaching = False
         self._detached: list[StorageTier] = []  # with calls that have not ended
         self.load_back_threshold = 0
         if host is not None and enabled:
             self._add_host_tier(host, executors.copy)
+        tiers: dict[Tier, TierPages] = {Tier.DEVICE: self.accounts}
+        shares = {Tier.DEVICE: max_pinned}
+        if host is not None and self.host_pages is not None:
+            tiers[Tier.HOST], shares[Tier.HOST] = self.host_pages, host.max_pinned
+        self.pins = Pins(tree, self.accounts, tiers, shares, self.calmed)
         self.ranks = ranks
         self.stream = stream
         self.observers = observers
         self._host = host
         self._executors = executors
-        self._runs: list[Run] = []
         self._lease_ids = itertools.count(1)
         # Open leases are held weakly, so that a forgotten one is noticed. Closed ones that a run
         # still touches and forgotten ones are held until their pages have gone home.
@@ -189,6 +191,13 @@ class HybridCacheController:
         self._watchers: list[asyncio.Future[None]] = []
         self._given_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._supervisor = Supervisor(self.calmed)
+        self.runs = Runs(
+            executors.run,
+            self.claims if enabled else None,
+            self.counters,
+            self._given_up,
+            self._run_ended,
+        )
         self.loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._process = os.getpid()
@@ -259,7 +268,7 @@ class HybridCacheController:
         """
         if self._host is None or self.host_pages is None or self.transfers is None:
             raise ValueError("storage needs a host tier: its pages go through it")
-        if self.storage is not None:
+        if self.storage is not None or self._is_attaching:
             raise ValueError("there is a storage tier already: detach it first")
         threads = getattr(self._executors.io, "_max_workers", IO_THREADS)
         around = Surroundings(
@@ -273,13 +282,22 @@ class HybridCacheController:
             self._agree_on_prefetch,
             self.calmed,
         )
-        tier = self.storage = StorageTier(parts, around)
+        tier = StorageTier(parts, around)
+        self._is_attaching = True
         try:
+            for old in tuple(self._detached):
+                await old.forgotten.wait()  # what the tree believes of it is not true of this one
             await tier.start()
         except BaseException:
-            self.storage = None
             tier.end()
             raise
+        finally:
+            self._is_attaching = False
+        if self.closed:  # meanwhile
+            tier.end()
+            await tier.aclose(parts.settings.timeout)
+            self.check()
+        self.storage = tier
 
     async def detach(self, limit: float | None) -> None:
         """Have it no longer. What it is writing ends within `limit` seconds, or stays quarantined
@@ -291,7 +309,7 @@ class HybridCacheController:
         try:
             await tier.detach(limit)
         finally:
-            self._detached = [old for old in self._detached if len(old.io)]
+            self._detached = [old for old in self._detached if old.is_open]
             self.calmed()
 
     async def _agree_on_prefetch(self, tag: str, num_tokens: int) -> int:
@@ -413,106 +431,18 @@ class HybridCacheController:
             held_by=held_by,
         )
 
-    # --- runs -------------------------------------------------------------------------------------
-
     async def run(
         self, leases: Sequence[Lease], chunks: Sequence[Chunk], fn: Callable[..., T], args: Any
     ) -> T:
-        """`fn(*args)` in the run executor, over `chunks` of `leases`; back when nobody runs it any
-        more.
-
-        Raises:
-            StaleError, ValueError: a chunk that cannot be computed now. Nothing has run.
-        """
-        if inspect.iscoroutinefunction(fn):
-            raise TypeError("run computes in a thread and takes a plain function, not a coroutine")
-        if not callable(fn):
-            raise TypeError(f"run takes a function and its arguments, not {type(fn).__name__}")
-        self._check_chunks(leases, chunks)
-        claims = []
-        if self.enabled:
-            claims = [
-                self.claims.make(chunk.lease_id, chunk.lease.key, chunk.start, chunk.stop)
-                for chunk in chunks
-            ]
-        for lease in leases:
-            lease.begin_run(chunks)
-        run = Run(leases)
-        ahead = self._runs_ahead(chunks)
-        self._runs.append(run)
-        self.counters.runs += 1
-        is_computed = False
-        try:
-            for other in ahead:
-                await other.ended.wait()
-            if ahead:
-                self._check_still_follows(leases, chunks)
-            job = submit(self._executors.run, fn, *args)
-            run.job = job
-            result = await run_to_end(job, self._given_up)
-            is_computed = True
-        except asyncio.CancelledError:
-            self.counters.runs_cancelled += 1
-            raise
-        except BaseException:
-            self.counters.runs_failed += 1
-            raise
-        finally:
-            self.claims.end(claims)
-            if run.job is None or run.job.done():
-                self._end_run(run, chunks, is_computed)
-            else:  # given up by `aclose`; its pages stay quarantined until the thread has ended
-                run.job.add_done_callback(lambda _: self._end_later(run, chunks))
-        return result
-
-    def _end_run(self, run: Run, chunks: Sequence[Chunk], is_computed: bool) -> None:
-        self._runs.remove(run)
-        for lease in run.leases:
-            lease.end_run(chunks, computed=is_computed)
-        if self.transfers is not None:
-            self.transfers.release_retired()
-        run.ended.set()
-        self.calmed()
-
-    def _end_later(self, run: Run, chunks: Sequence[Chunk]) -> None:
-        """In the run's thread, which has outlived the cache."""
-        try:
-            self.loop.call_soon_threadsafe(self._end_run, run, chunks, False)
-        except RuntimeError:  # the loop is closed: nobody else is there any more
-            self._end_run(run, chunks, is_computed=False)
-
-    def _runs_ahead(self, chunks: Sequence[Chunk]) -> list[Run]:
-        """Runs that compute what these chunks build on.
-
-        A run starts only after them: there may be several threads, and a run that fails must not be
-        followed by one that reads what was never written.
-        """
-        builds_on = {chunk.lease for chunk in chunks if chunk.start > chunk.lease.computed}
-        return [run for run in self._runs if not builds_on.isdisjoint(run.leases)]
-
-    @staticmethod
-    def _check_still_follows(leases: Sequence[Lease], chunks: Sequence[Chunk]) -> None:
-        ends = {}
-        for lease in leases:
-            lease.check()
-            ends[lease] = lease.computed
-        for chunk in chunks:
-            if chunk.start > ends[chunk.lease]:
-                raise StaleError(
-                    f"{chunk!r} follows a run that came to nothing: ask for the next chunk"
-                )
-            ends[chunk.lease] = max(ends[chunk.lease], chunk.stop)
-
-    def _check_chunks(self, leases: Sequence[Lease], chunks: Sequence[Chunk]) -> None:
-        ends = {}  # by lease, not by its id: that is unique within its cache only
+        """See `Runs.run`. Raises `ValueError` for a lease of another cache, too."""
         for lease in leases:
             lease.check_is_of(self)
-            ends[lease] = lease.frontier
-        for chunk in chunks:
-            if chunk.lease not in ends:
-                raise ValueError(f"{chunk!r} is not of a lease that runs")
-            chunk.lease.check_chunk(chunk, ends[chunk.lease])
-            ends[chunk.lease] = max(ends[chunk.lease], chunk.stop)
+        return await self.runs.run(leases, chunks, fn, args)
+
+    def _run_ended(self) -> None:
+        if self.transfers is not None:
+            self.transfers.release_retired()
+        self.calmed()
 
     # --- what leases report -----------------------------------------------------------------------
 
@@ -663,7 +593,7 @@ class HybridCacheController:
     @property
     def busy(self) -> bool:
         """Whether anything is in flight: a run, a quarantine, background work."""
-        if self._runs or self._ending or self._dropped or self._supervisor.num_running:
+        if self.runs or self._ending or self._dropped or self._supervisor.num_running:
             return True
         return bool(self.transfers) or bool(self.fences) or self.write_policy.is_busy
 
@@ -693,6 +623,7 @@ class HybridCacheController:
 
         Pages of leases stay quarantined until the lease has ended; all others are free at once.
         """
+        self.pins.close_all()
         held = [lease.held_pages() for lease in self.current_leases()]
         held.append(self.lent.held())
         held_host: list[list[PageIds]] = []
@@ -748,9 +679,8 @@ class HybridCacheController:
             for lease in self._open_leases():
                 lease.close()
             self._close_dropped()
-            for run in self._runs:
-                if run.job is not None:
-                    run.job.cancel()
+            self.pins.close_all()
+            self.runs.cancel_queued()
             if self.transfers is not None:
                 self.transfers.cancel_all(stores=False)
             if self.storage is not None:
@@ -761,8 +691,9 @@ class HybridCacheController:
             with suppress(TimeoutError):
                 async with asyncio.timeout(limit):
                     await self.drain()  # what is on its way to storage comes there
-                    if self.storage is not None:
-                        await self.storage.aclose(None)
+                    for tier in (*self._detached, self.storage):
+                        if tier is not None:
+                            await tier.aclose(None)
         finally:  # also when whoever closes is cancelled
             self._end_stores()
             if self.storage is not None:
@@ -803,11 +734,6 @@ class HybridCacheController:
     def is_ending(self, lease: Lease) -> bool:
         """Whether it is closed, and a run or a device still touches its pages."""
         return lease.id in self._ending
-
-    @property
-    def num_runs(self) -> int:
-        """Runs that are active or queued."""
-        return len(self._runs)
 
     @property
     def num_background_failures(self) -> int:

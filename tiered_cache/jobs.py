@@ -190,6 +190,13 @@ async def run_to_end(
         raise
 
 
+def is_cancelled() -> bool:
+    """Whether somebody has cancelled the task that asks; else a `CancelledError` is one that
+    somebody's code has raised of itself."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 async def _settled(waiter: asyncio.Future[Any], given_up: asyncio.Future[None] | None) -> None:
     waiter.add_done_callback(_seen)
     ends = [waiter] if given_up is None else [waiter, given_up]

@@ -35,6 +35,13 @@ def outstanding(controller: HybridCacheController) -> list[Outstanding]:
         pages = {str(components[transfer.component].id): transfer.num_pages}
         kind = _kind_of_transfer(controller, transfer)
         found.append(Outstanding(kind, repr(transfer), now - transfer.started_at, pages))
+    for pin in controller.pins:
+        pages = {str(components[0].id): pin.num_pages}
+        found.append(Outstanding("pin", repr(pin), now - pin.since, pages))
+    if controller.storage is not None:
+        for prefetch in controller.storage.prefetches:
+            pages = {str(components[0].id): prefetch.num_pages}
+            found.append(Outstanding("prefetch", repr(prefetch), now - prefetch.started_at, pages))
     for call in controller.storage_calls():
         pages = {str(components[call.component].id): len(call.ids)}
         kind = "quarantine" if call.answered.is_set() or call.epoch != controller.epoch else "read"
@@ -91,7 +98,7 @@ def stats(controller: HybridCacheController) -> CacheStats:
         num_nodes=controller.tree.num_nodes,
         num_leases=len(leases) - len(ending),
         num_queued=len(controller.admission),
-        num_runs=controller.num_runs,
+        num_runs=len(controller.runs),
         counters=counters,
         storage=controller.storage.stats() if controller.storage is not None else None,
     )

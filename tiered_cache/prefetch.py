@@ -20,7 +20,7 @@ from tiered_cache.tree.node import BASE
 from tiered_cache.types import Boundary, MatchPrefixParams
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
     from types import TracebackType
     from typing import Self
 
@@ -60,7 +60,8 @@ class Prefetch:
 
     Attributes:
         reached: tokens of the key that device and host have, and this holds there.
-        num_pages: pages of the host that it takes of the quota: being read, or read and not taken.
+        reading: keys of the pages that it is reading.
+        num_pages: pages of the host that it takes of the quota: read, and not taken.
         why: why it ends where it does, for people.
         done: set when no more will come.
     """
@@ -76,6 +77,7 @@ class Prefetch:
         "length",
         "num_pages",
         "reached",
+        "reading",
         "receipt",
         "started_at",
         "task",
@@ -91,6 +93,7 @@ class Prefetch:
         self.reached = 0
         self.found = 0
         self.num_pages = 0
+        self.reading: Sequence[bytes] = ()
         self.why = ""
         self.done = asyncio.Event()
         self.is_stopped = False
@@ -225,10 +228,15 @@ class Prefetches:
         return num_tokens >= max(self._settings.threshold, self._page_size)
 
     def start(
-        self, key: RadixKey, limit: int | None = None, *, detach: bool = False
+        self,
+        key: RadixKey,
+        limit: int | None = None,
+        *,
+        detach: bool = False,
+        name: str | None = None,
     ) -> PrefetchHandle:
         """Bring what storage has of `key[:limit]`. With `detach` nobody waits for it, and the
-        handle is closed."""
+        handle is closed. `name`: what ranks know it by (default: the order of asking)."""
         length = len(key) if limit is None else min(limit, len(key))
         prefetch = Prefetch(
             key, length - length % self._page_size, self._loop.time(), detached=detach
@@ -240,7 +248,8 @@ class Prefetches:
             # From the start, until somebody waits.
             limit_s = self._limit_s(prefetch.length)
             prefetch.timer = self._loop.call_later(limit_s, self._too_late, prefetch)
-        prefetch.task = self._hooks.spawn(self._run(prefetch, self._num_asked), "prefetch")
+        name = name or f"prefetch {self._num_asked}"
+        prefetch.task = self._hooks.spawn(self._run(prefetch, name), "prefetch")
         prefetch.task.add_done_callback(partial(self._ended, prefetch))
         return PrefetchHandle(self, None if detach else prefetch)
 
@@ -280,6 +289,7 @@ class Prefetches:
         """No more of it is needed: what is under way ends, and goes home."""
         prefetch.is_stopped = True
         prefetch.end(why)
+        self._read_no_more(prefetch)
         if prefetch.call is not None:
             self._io.give_up(prefetch.call)
         if prefetch.task is not None:
@@ -298,18 +308,17 @@ class Prefetches:
 
     # --- the way ----------------------------------------------------------------------------------
 
-    async def _run(self, prefetch: Prefetch, number: int) -> None:
+    async def _run(self, prefetch: Prefetch, name: str) -> None:
         """Each `await` marks where the world may change, so each step matches anew."""
         keys: Sequence[bytes] = ()
-        found = 0
         try:
             keys = await self._find(prefetch)
-            found = prefetch.found
         except BackendError as error:
             prefetch.end(str(error))
         except StaleError:
             prefetch.end("the cache was reset")
-        prefetch.found = await self._hooks.agree(f"prefetch probe {number}", found)
+        reach = max(prefetch.reached, prefetch.found)
+        prefetch.found = min(prefetch.found, await self._hooks.agree(f"{name}: probe", reach))
         try:
             while prefetch.found > prefetch.reached and await self._bring_some(prefetch, keys):
                 pass
@@ -318,7 +327,7 @@ class Prefetches:
         except StaleError:
             prefetch.end("the cache was reset")
         reached = 0 if prefetch.is_stopped else prefetch.reached
-        await self._hooks.agree(f"prefetch read {number}", reached)
+        await self._hooks.agree(f"{name}: read", reached)
         prefetch.end("all that storage has of it is on the host")
 
     async def _find(self, prefetch: Prefetch) -> Sequence[bytes]:
@@ -392,14 +401,14 @@ class Prefetches:
         return prefetch.reached >= hit + len(ids) * size
 
     async def _join(self, other: Prefetch) -> None:
-        """Wait for what somebody else reads. If it does not come, the next step reads it."""
+        """Wait for what somebody else reads. If it is given up, the next step reads it, however
+        long the other's call goes on."""
         call = other.call
         assert call is not None, "whoever reads has a call"
         self._counters.prefetches_joined += 1
         await call.answered.wait()
         if call.error is not None and not call.is_given_up:
             raise call.error
-        await call.ended.wait()
 
     def _take_rows(self, prefetch: Prefetch, num_pages: int) -> PageIds:
         """Rows for so many pages, or for fewer: what the quota and the host have room for."""
@@ -415,7 +424,6 @@ class Prefetches:
         if not len(ids):
             self._counters.prefetches_refused += 1
             prefetch.end("refused: the host has no room")
-        prefetch.num_pages += len(ids)
         return ids
 
     async def _read(
@@ -423,19 +431,28 @@ class Prefetches:
     ) -> None:
         for key in page_keys:
             self._reading[key] = prefetch
+        prefetch.reading = page_keys
         on_end = partial(self._arrived, prefetch, start, page_keys)
         prefetch.call = self._io.read(BASE, page_keys, ids, self._tree.epoch, on_end)
-        await prefetch.call.answered.wait()
+        try:
+            await prefetch.call.answered.wait()
+        finally:
+            self._read_no_more(prefetch)
         if prefetch.call.error is not None:
             raise prefetch.call.error
+
+    def _read_no_more(self, prefetch: Prefetch) -> None:
+        """Whoever wants these pages now reads them."""
+        for key in prefetch.reading:
+            if self._reading.get(key) is prefetch:
+                del self._reading[key]
+        prefetch.reading = ()
 
     def _arrived(
         self, prefetch: Prefetch, start: int, page_keys: Sequence[bytes], call: StorageCall
     ) -> None:
         """The rows are quiet: publish what has come and is still wanted, the rest goes home."""
-        for key in page_keys:
-            if self._reading.get(key) is prefetch:
-                del self._reading[key]
+        self._read_no_more(prefetch)
         ids = call.ids
         if call.epoch != self._tree.epoch:
             self._host.give_back_stale(self._by_component(ids))
@@ -452,7 +469,8 @@ class Prefetches:
                 self._hold(prefetch)
         self._host.give_back(self._by_component(ids[count:]))
         self._host.give_back(self._by_component(unused))
-        prefetch.num_pages -= len(ids) - count + len(unused)
+        if prefetch in self._active and not prefetch.is_stopped:
+            prefetch.num_pages += count - len(unused)
         if call.error is None:
             self._note_wrong(prefetch, start, page_keys, call)
         self._hooks.changed()
@@ -478,7 +496,7 @@ class Prefetches:
             f"storage has {len(wrong)} pages missing or wrong that it said to have"
         )
         forgotten = self._tree.forget_stored(prefetch.key, start + call.num_good * self._page_size)
-        self._host.give_back(forgotten.host)
+        self._host.take_back(forgotten)
 
     # --- results ----------------------------------------------------------------------------------
 
@@ -491,8 +509,6 @@ class Prefetches:
     def _taken(self, prefetch: Prefetch) -> None:
         """Its result was used, or has waited long enough to be."""
         self._let_go(prefetch)
-        if prefetch.detached:
-            self._active.pop(prefetch, None)
 
     def note_granted(self, receipt: Receipt) -> None:
         """A lease holds this prefix on the device: results within it are taken."""
@@ -511,10 +527,9 @@ class Prefetches:
         receipt, prefetch.receipt = prefetch.receipt, None
         if receipt is not None and receipt.epoch == self._tree.epoch:
             self._tree.dec_host_lock_ref(receipt)
-        in_flight = 0
-        if prefetch.call is not None and not prefetch.call.is_quiet:
-            in_flight = len(prefetch.call.ids)
-        prefetch.num_pages = in_flight
+        prefetch.num_pages = 0
+        if prefetch.detached and prefetch.done.is_set():
+            self._active.pop(prefetch, None)
         if prefetch.timer is not None and prefetch.done.is_set():
             prefetch.timer.cancel()
             prefetch.timer = None
@@ -536,6 +551,7 @@ class Prefetches:
         for prefetch in tuple(self._active):
             self.stop(prefetch, why)
             self._let_go(prefetch)
+        self._active.clear()
 
     def reset(self) -> None:
         """The tree has forgotten everything."""
@@ -543,14 +559,23 @@ class Prefetches:
             prefetch.receipt = None
             prefetch.reached = prefetch.num_pages = 0
             self.stop(prefetch, "the cache was reset")
-        self._reading.clear()
+            if prefetch.detached:
+                del self._active[prefetch]
 
     # --- looking ----------------------------------------------------------------------------------
 
     @property
     def num_pages(self) -> int:
         """Pages of the host that are being read, or were and wait to be taken."""
-        return sum(prefetch.num_pages for prefetch in self._active)
+        epoch = self._tree.epoch
+        num_reading = sum(
+            len(call.ids) for call in self._io if call.is_read and call.epoch == epoch
+        )
+        return num_reading + sum(prefetch.num_pages for prefetch in self._active)
+
+    def __iter__(self) -> Iterator[Prefetch]:
+        """Those that somebody is interested in."""
+        return iter(tuple(self._active))
 
     def _by_component(self, ids: PageIds) -> list[PageIds]:
         by_component = [NO_PAGES] * len(self._tree.components)

@@ -275,9 +275,14 @@ class StorageIO:
         self._active[call] = None
         timer = self._loop.call_later(self._limit_s, self._expire, call)
         call.task = self._spawn(self._run(call, work, timer), "storage call")
-        # Also when it is cancelled before its first step.
-        call.task.add_done_callback(lambda _: self._end(call))
+        call.task.add_done_callback(partial(self._never_began, call))
         return call
+
+    def _never_began(self, call: StorageCall, _: asyncio.Task[None]) -> None:
+        """Its task was cancelled before its first step."""
+        if not call.is_quiet:
+            call.error = call.error or BackendError("nobody needs it any more")
+            self._end(call)
 
     async def _run(
         self,

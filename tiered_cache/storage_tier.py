@@ -9,17 +9,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from tiered_cache.backup import Backups
 from tiered_cache.errors import BackendError
+from tiered_cache.jobs import is_cancelled
 from tiered_cache.observe import Event, EventKind
 from tiered_cache.prefetch import Prefetches, PrefetchHooks
 from tiered_cache.stats import StorageCounters, StorageStats
-from tiered_cache.storage.backend import KEY_BYTES, BackendStats, ObjectKey, StorageBackend
+from tiered_cache.storage.backend import (
+    KEY_BYTES,
+    BackendStats,
+    ObjectKey,
+    StorageBackend,
+    ignore_arrivals,
+)
 from tiered_cache.storage.health import Breaker, BreakerSettings, HealthState
 from tiered_cache.storage.wrappers import Counted, Guarded, Limited, Wrapper
 from tiered_cache.storage_io import StorageIO
@@ -27,14 +34,14 @@ from tiered_cache.tree.node import BASE
 from tiered_cache.types import Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 
     from tiered_cache.accounts import HostPages
     from tiered_cache.config.schema import StorageConfig
     from tiered_cache.observe import Observers
     from tiered_cache.pools.host import HostArena
     from tiered_cache.stats import Counters
-    from tiered_cache.storage.backend import BackendContext, BackendOptions
+    from tiered_cache.storage.backend import BackendContext, BackendOptions, ReadResult, WriteResult
     from tiered_cache.storage.record import RecordFormat
     from tiered_cache.storage_io import ThreadContext
     from tiered_cache.tree.radix import RadixTree
@@ -140,7 +147,10 @@ class StorageTier:
             around.spawn,
             around.changed,
         )
-        self._timer: asyncio.TimerHandle | None = None
+        self._opened: list[StorageBackend] = []  # and not closed
+        self.forgotten = asyncio.Event()
+        """Set when the tree believes nothing of it any more, after `detach`."""
+        self._timers: list[asyncio.TimerHandle] = []
         self._retry_s = settings.breaker.retry_after
         self._is_closed = False
 
@@ -164,7 +174,9 @@ class StorageTier:
         settings = self.parts.settings
         try:
             async with asyncio.timeout(settings.timeout):
+                await self._close_opened()  # of a try that came half way
                 backend = await self.parts.connect(self._around.context)
+                self._opened.append(backend)
                 for arena in self._around.arenas:
                     await backend.register_memory(arena.rows.data.cast("B"))
         except BackendError as error:
@@ -173,18 +185,19 @@ class StorageTier:
         except TimeoutError as error:
             self._connection.reason = f"no answer within {settings.timeout:g} s"
             raise BackendError(self._connection.reason) from error
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and is_cancelled():
+                raise
             self._connection.reason = f"the backend raised {type(error).__name__}"
             raise BackendError(self._connection.reason) from error
-        if self._is_closed:
-            await self.parts.close(backend)
+        if self._is_closed:  # meanwhile
             return
         self._connection.backend = backend
+        for breaker in (self.reads, self.writes):
+            breaker.close()
 
     def _connect_later(self) -> None:
-        self._timer = self._loop.call_later(
-            self._retry_s, lambda: self._around.spawn(self._connect_again(), "connect")
-        )
+        self._later(self._retry_s, lambda: self._around.spawn(self._connect_again(), "connect"))
         self._retry_s = min(2 * self._retry_s, self.parts.settings.breaker.max_retry_after)
 
     async def _connect_again(self) -> None:
@@ -216,14 +229,23 @@ class StorageTier:
         if self._around.observers.listening:
             event = Event(EventKind.HEALTH, tier=Tier.STORAGE, detail=text)
             self._around.observers.on_event(event)
-        if new is HealthState.OPEN and breaker is self.reads and not self._is_closed:
+        if new is HealthState.OPEN and breaker is self.reads and self.is_connected:
             # A probe finds out, so that no request has to. Writes are nobody's request: the next
             # backup finds out.
             delay_s = max(0.0, breaker.retry_at - self._loop.time())
-            self._timer = self._loop.call_later(delay_s, self._start_probe)
+            self._later(delay_s, self._start_probe)
+
+    def _later(self, delay_s: float, action: Callable[[], object]) -> None:
+        self._timers = [timer for timer in self._timers if timer.when() > self._loop.time()]
+        self._timers.append(self._loop.call_later(delay_s, action))
+
+    def _stop_timers(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
+        self._timers.clear()
 
     def _start_probe(self) -> None:
-        if not self._is_closed and self.reads.state is HealthState.OPEN:
+        if self.is_connected and self.reads.state is HealthState.OPEN:
             self._around.spawn(self._probe(), "storage probe")
 
     async def _probe(self) -> None:
@@ -249,21 +271,28 @@ class StorageTier:
 
     async def detach(self, limit: float | None) -> None:
         """End it while the cache goes on: what waits to be written is not, what the tree believes
-        to be stored it believes no longer."""
+        to be stored it believes no longer.
+
+        Nothing that it has begun comes to a good end, so there is nothing to believe. It goes on
+        when whoever waits is cancelled, or `limit` seconds have passed.
+        """
         self.end()
-        await self.aclose(limit)
-        await self._forget_beliefs()
+        forgetting = self._around.spawn(self._forget_beliefs(), "forget storage")
+        forgetting.add_done_callback(lambda _: self.forgotten.set())
+        closing = self._around.spawn(self.aclose(None), "close storage")
+        await self.forgotten.wait()
+        await asyncio.wait([closing], timeout=limit)
 
     async def _forget_beliefs(self) -> None:
         for forgotten in self._around.tree.forget_all_stored(SWEEP_NODES):
-            self._around.host.give_back(forgotten.host)
+            self._around.host.take_back(forgotten)
             await asyncio.sleep(0)
 
     def end(self) -> None:
         """Nobody is to wait any longer, and nothing is to begin."""
         self._is_closed = True
-        if self._timer is not None:
-            self._timer.cancel()
+        self._stop_timers()
+        self._connection.end("detached")
         self.prefetches.stop_all("storage is being detached")
         self.backups.close()
         for call in self.io:
@@ -271,21 +300,32 @@ class StorageTier:
 
     async def aclose(self, limit: float | None) -> None:
         """Let the backend go, when nobody uses it any more; up to `limit` seconds. What hangs keeps
-        it."""
+        it, and it can be tried again."""
         self._is_closed = True
-        if self._timer is not None:
-            self._timer.cancel()
+        self._stop_timers()
+        self._connection.end("detached")
         with suppress(TimeoutError):
             async with asyncio.timeout(limit):
                 for call in self.io:
                     await call.ended.wait()
-                backend, self._connection.backend = self._connection.backend, None
-                self._connection.reason = "detached"
-                if backend is not None:
-                    try:
-                        await self.parts.close(backend)
-                    except Exception:
-                        log.exception("the storage backend did not close well")
+                await self._connection.idle()
+                await self._close_opened()
+
+    async def _close_opened(self) -> None:
+        for backend in tuple(self._opened):
+            try:
+                await self.parts.close(backend)
+            except (Exception, asyncio.CancelledError) as error:
+                if isinstance(error, asyncio.CancelledError) and is_cancelled():
+                    raise
+                log.exception("the storage backend did not close well")
+            if backend in self._opened:  # two may close it
+                self._opened.remove(backend)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether somebody still touches rows for it, or it holds a backend."""
+        return bool(len(self.io) or self._opened)
 
     # --- looking ----------------------------------------------------------------------------------
 
@@ -318,11 +358,62 @@ class StorageTier:
 
 
 class _Connection(Wrapper):
-    """The backend, while there is one. Until then every call fails, with the reason."""
+    """The backend, while there is one; before and after, every call fails, with the reason. Knows
+    how many calls are under way, so that a backend is closed under none."""
 
     def __init__(self) -> None:
         self.backend: StorageBackend | None = None
         self.reason = "not connected yet"
+        self._num_calls = 0
+        self._ended = asyncio.Event()
+
+    def end(self, reason: str) -> None:
+        """Nothing begins any more."""
+        self.backend = None
+        self.reason = reason
+
+    async def idle(self) -> None:
+        """Until no call is under way."""
+        while self._num_calls:
+            self._ended.clear()
+            await self._ended.wait()
+
+    @contextmanager
+    def _asked(self) -> Iterator[StorageBackend]:
+        backend = self._inner
+        self._num_calls += 1
+        try:
+            yield backend
+        finally:
+            self._num_calls -= 1
+            self._ended.set()
+
+    async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        with self._asked() as backend:
+            return await backend.contains(keys)
+
+    async def read(
+        self,
+        keys: Sequence[ObjectKey],
+        rows: Sequence[memoryview],
+        arrived: Callable[[int, int], None] = ignore_arrivals,
+    ) -> list[ReadResult]:
+        with self._asked() as backend:
+            return await backend.read(keys, rows, arrived)
+
+    async def write(
+        self, keys: Sequence[ObjectKey], rows: Sequence[memoryview]
+    ) -> list[WriteResult]:
+        with self._asked() as backend:
+            return await backend.write(keys, rows)
+
+    async def delete(self, keys: Sequence[ObjectKey]) -> None:
+        with self._asked() as backend:
+            await backend.delete(keys)
+
+    async def clear(self, scope: bytes) -> int:
+        with self._asked() as backend:
+            return await backend.clear(scope)
 
     @property
     def _inner(self) -> StorageBackend:  # type: ignore[override]  # here it comes and goes

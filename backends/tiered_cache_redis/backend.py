@@ -32,7 +32,7 @@ from tiered_cache_redis.servers import Cluster, OneServer
 from tiered_cache_redis.wire import ErrorReply
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
     from typing import Self
 
     from tiered_cache_redis.servers import Server, Servers
@@ -43,11 +43,11 @@ T = TypeVar("T")
 MAX_VALUE_BYTES: Final = 512 << 20
 """A longer one makes the server close the connection."""
 
-SMALL_BYTES: Final = 16 << 10
-"""What a command and a small answer count for in `max_batch`: 512 of them are a batch of 8 MiB, and
-take the server a millisecond."""
+QUESTIONS: Final = 512
+"""Small ones of one exchange: a millisecond or two, here and there."""
 
 SCAN_COUNT: Final = b"512"
+"""Names that the server looks at for one step of a scan."""
 
 MAX_TURNS: Final = 2
 """Of asking, where keys of a Cluster have moved: the table is read anew, so once more will do."""
@@ -101,7 +101,8 @@ class RedisBackend(StorageBackend):
             )
 
         means = {"WRONGTYPE": ReadResult.CORRUPT, "ASK": ReadResult.MISSING}
-        return await self._each(names, [row.nbytes for row in rows], get, means)
+        sizes = [row.nbytes for row in rows]
+        return await self._each(names, sizes, self._max_batch_bytes, get, means)
 
     async def write(
         self, keys: Sequence[ObjectKey], rows: Sequence[memoryview]
@@ -121,6 +122,7 @@ class RedisBackend(StorageBackend):
         written = await self._each(
             [names[index] for index in fitting],
             [rows[index].nbytes for index in fitting],
+            self._max_batch_bytes,
             put,
             means,
         )
@@ -166,16 +168,18 @@ class RedisBackend(StorageBackend):
         def ask(batch: Sequence[int], wire: Wire) -> list[Reply]:
             return wire.ask([(command, names[index]) for index in batch])
 
-        return await self._each(names, [SMALL_BYTES] * len(names), ask, {"ASK": 0})
+        return await self._each(names, [1] * len(names), QUESTIONS, ask, {"ASK": 0})
 
     async def _each(
         self,
         names: Sequence[bytes],
         sizes: Sequence[int],
+        most: int,
         exchange: Callable[[Sequence[int], Wire], list[Any]],
         means: Mapping[str, Any],
     ) -> list[Any]:
-        """`exchange(positions, wire)` with the server of each name, in batches; the answers.
+        """`exchange(positions, wire)` with the server of each name, in batches of sizes that come
+        to `most`; the answers.
 
         `means`: what an answer stands for that is an error, by its code. ASK is one for all: the
         slot is on its way to another node. Until it is there, its pages are as good as missing.
@@ -188,19 +192,17 @@ class RedisBackend(StorageBackend):
         for _ in range(MAX_TURNS):
             await self._ready()
             moved = []
-            parts = self._servers.of_each([names[index] for index in left])
-            for server, part in parts.items():
-                for batch in self._batches([left[index] for index in part], sizes):
-                    got = await self._run(server, partial(exchange, batch))
-                    for index, answer in zip(batch, got, strict=True):
-                        if not isinstance(answer, ErrorReply):
-                            answers[index] = answer
-                        elif answer.code in means:
-                            answers[index] = means[answer.code]
-                        elif answer.code == "MOVED" and self._servers.doubt():
-                            moved.append(index)
-                        else:
-                            raise self._refused(server, answer)
+            for server, batch in self._batches(names, sizes, most, left):
+                got = await self._run(server, partial(exchange, batch))
+                for index, answer in zip(batch, got, strict=True):
+                    if not isinstance(answer, ErrorReply):
+                        answers[index] = answer
+                    elif answer.code in means:
+                        answers[index] = means[answer.code]
+                    elif answer.code == "MOVED" and self._servers.doubt():
+                        moved.append(index)
+                    else:
+                        raise self._refused(server, answer)
             if not moved:
                 return answers
             left = moved
@@ -208,17 +210,22 @@ class RedisBackend(StorageBackend):
             "the nodes of the Cluster do not agree on who keeps what: see CLUSTER INFO"
         )
 
-    def _batches(self, indexes: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:
-        batch: list[int] = []
-        num_bytes = 0
-        for index in indexes:
-            if batch and num_bytes + sizes[index] > self._max_batch_bytes:
-                yield batch
-                batch, num_bytes = [], 0
-            batch.append(index)
-            num_bytes += sizes[index]
-        if batch:
-            yield batch
+    def _batches(
+        self, names: Sequence[bytes], sizes: Sequence[int], most: int, indexes: Sequence[int]
+    ) -> list[tuple[Server, list[int]]]:
+        batches = []
+        parts = self._servers.of_each([names[index] for index in indexes])
+        for server, part in parts.items():
+            batch: list[int] = []
+            filled = 0
+            for position in part:
+                index = indexes[position]
+                if not batch or filled + sizes[index] > most:
+                    batch, filled = [], 0
+                    batches.append((server, batch))
+                batch.append(index)
+                filled += sizes[index]
+        return batches
 
     async def _scan(self, scope: bytes | None) -> AsyncIterator[tuple[Server, list[bytes]]]:
         """Names of pages, from each server."""

@@ -104,8 +104,8 @@ class RedisOptions(BackendOptions):
     """Seconds after which the server forgets a page, from when it was last written. None: when it
     needs the room."""
     connections: Annotated[int, Field(ge=1, le=1024)] = 4
-    """At most so many, to each server. Who finds all of them taken waits. More than the cache has
-    io threads are of no use."""
+    """Exchanges at the same time, and connections kept open to each server. Who comes when all are
+    taken waits. More than the cache has io threads are of no use."""
     connect_timeout: Seconds = 2.0
     """For a connection to come about."""
     stall_timeout: Seconds = 2.0

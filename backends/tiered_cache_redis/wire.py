@@ -104,7 +104,7 @@ class Wire:
             OutOfStep: more has come than was asked for.
         """
         if self._start != self._stop:
-            raise OutOfStep("sent more than it was asked for")
+            raise OutOfStep("the server sent more than it was asked for")
 
     def _written(self) -> WriteResult | ErrorReply:
         reply = self._reply()
@@ -112,7 +112,7 @@ class Wire:
             return WriteResult.WRITTEN
         if isinstance(reply, ErrorReply):
             return reply
-        raise OutOfStep("did not say whether it has kept a value")
+        raise OutOfStep("the server did not say whether it has kept a value")
 
     def _value(
         self, row: memoryview, position: int, arrived: Callable[[int, int], None]
@@ -121,7 +121,7 @@ class Wire:
         if line[:1] == b"-":
             return ErrorReply(_text(line[1:]))
         if line[:1] != b"$":
-            raise OutOfStep("sent something other than a value")
+            raise OutOfStep("the server sent something other than a value")
         length = _number(line[1:])
         if length < 0:
             return ReadResult.MISSING
@@ -149,7 +149,7 @@ class Wire:
         if kind == b"*":
             return [self._reply() for _ in range(_number(rest))]
         if kind != b"$":
-            raise OutOfStep("sent something that is no reply")
+            raise OutOfStep("the server sent something that is no reply")
         length = _number(rest)
         if length < 0:
             return None
@@ -165,7 +165,7 @@ class Wire:
         while (end := self._buffer.find(END, self._start, self._stop)) < 0:
             kept = self._stop - self._start
             if kept == BUFFER_BYTES:
-                raise OutOfStep("sent a line without an end")
+                raise OutOfStep("the server sent a line without an end")
             self._buffer[:kept] = self._buffer[self._start : self._stop]
             self._start, self._stop = 0, kept
             self._stop += self._receive(self._view[kept:])
@@ -175,7 +175,7 @@ class Wire:
 
     def _end_of_value(self) -> None:
         if self._line():
-            raise OutOfStep("sent a value longer than it said")
+            raise OutOfStep("the server sent a value longer than it said")
 
     def _take(self, into: memoryview) -> int:
         """Fill from what has come already; how many bytes that were."""
@@ -218,7 +218,7 @@ def _number(digits: bytes) -> int:
     try:
         return int(digits)
     except ValueError:
-        raise OutOfStep("sent a length that is no number") from None
+        raise OutOfStep("the server sent a length that is no number") from None
 
 
 def _text(line: bytes) -> str:

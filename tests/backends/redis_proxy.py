@@ -32,6 +32,7 @@ class Proxy:
         self.answered = 0
         self.connected = 0
         self._cut_at: int | None = None
+        self._hold_at: int | None = None
 
     @property
     def url(self) -> str:
@@ -40,6 +41,10 @@ class Proxy:
     def cut_after(self, num_bytes: int) -> None:
         """End all connections when so many more bytes of answers have been passed on."""
         self._cut_at = self.answered + num_bytes
+
+    def hold_after(self, num_bytes: int) -> None:
+        """Clear `flow` when exactly so many more bytes of answers have been passed on."""
+        self._hold_at = self.answered + num_bytes
 
     def __enter__(self) -> Proxy:
         self._start(self._accept)
@@ -110,6 +115,13 @@ class Proxy:
     def _hold_back(self, data: bytes, target: socket.socket) -> None:
         time.sleep(self.delay_s)
         self.flow.wait()
+        if self._hold_at is not None and self.answered + len(data) >= self._hold_at:
+            num, self._hold_at = self._hold_at - self.answered, None
+            target.sendall(data[:num])
+            data = data[num:]
+            self.flow.clear()
+            self.answered += num
+            self.flow.wait()
         if self._cut_at is not None and self.answered + len(data) >= self._cut_at:
             data, cut = data[: self._cut_at - self.answered], True
             self._cut_at = None

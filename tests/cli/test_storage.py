@@ -4,7 +4,6 @@ else."""
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 from tiered_cache.build import StorageParts, size_stack, storage_parts
-from tiered_cache.cli import app, storage
+from tiered_cache.cli import storage
 from tiered_cache.config import load_config
 from tiered_cache.errors import BackendError
 from tiered_cache.storage import ObjectInfo, ObjectKey, ReadResult
@@ -25,21 +24,6 @@ HEADS = "num_kv_heads: 1, head_dim: 4"
 LATENT = "kv_lora_rank: 24, qk_rope_head_dim: 8"
 REST = "device: {tokens: 64}\nhost: {tokens: 64}\nstorage: {backend: memory, timeout: 5}\n"
 ROW = 4096
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs the console script's entry point; (exit code, standard output, standard error)."""
-    monkeypatch.setenv("COLUMNS", "80")
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["tiered-cache", "storage", *map(str, arguments)])
-        with pytest.raises(SystemExit) as caught:
-            app.main()
-        printed = capsys.readouterr()
-        return int(caught.value.code or 0), printed.out, printed.err
-
-    return run
 
 
 @pytest.fixture
@@ -97,10 +81,10 @@ def lines(text: str) -> list[str]:
 def test_du_shows_whose_the_bytes_are(run: Any, kept: Kept, write: Callable[..., Path]) -> None:
     """This configuration's scopes first, empty or not, then others', then all of it."""
     path, other = write("r7"), write("r8")
-    assert any(line.endswith("full 0 0 B") for line in lines(run("du", path)[1]))
+    assert any(line.endswith("full 0 0 B") for line in lines(run("storage", "du", path)[1]))
     keep(kept, path, range(3))
     keep(kept, other, range(5))
-    code, out, err = run("du", path)
+    code, out, err = run("storage", "du", path)
     assert (code, err) == (0, "")
     own, theirs = (parts_of(of).formats[0].scope.hex() for of in (path, other))
     shown = lines(out)
@@ -116,12 +100,12 @@ def test_du_knows_the_ranks(run: Any, kept: Kept, write: Callable[..., Path]) ->
     path = write()
     for rank in (0, 1):
         keep(kept, path, [rank], rank=rank, world_size=2)
-    assert "another's" in run("du", path)[1]
-    out = run("du", path, "--world-size", 2)[1]
+    assert "another's" in run("storage", "du", path)[1]
+    out = run("storage", "du", path, "--world-size", 2)[1]
     assert "another's" not in out
     assert "full, rank 0" in out
     assert "full, rank 1" in out
-    out = run("du", write("mla", heads=LATENT), "--world-size", 2)[1]
+    out = run("storage", "du", write("mla", heads=LATENT), "--world-size", 2)[1]
     assert "rank" not in out
 
 
@@ -132,7 +116,7 @@ def test_du_says_how_much_of_its_limit_storage_takes(
     rest = REST.replace("memory,", "memory, options: {max_size: 16384},")
     path = write(rest=rest)
     keep(kept, path, range(2))
-    assert run("du", path)[1].endswith("50% of the 16 KiB that it may keep.\n")
+    assert run("storage", "du", path)[1].endswith("50% of the 16 KiB that it may keep.\n")
 
 
 def test_ls_shows_the_objects_used_last_first(
@@ -150,7 +134,7 @@ def test_ls_shows_the_objects_used_last_first(
                 yield [ObjectInfo(key, len(row), ages.get(key))]
 
     monkeypatch.setattr(MemoryBackend, "scan", scan)
-    code, out, err = run("ls", path, "--limit", 3)
+    code, out, err = run("storage", "ls", path, "--limit", 3)
     assert (code, err) == (0, "")
     assert lines(out) == [
         f"{'03' * 20} full 4 KiB 3 s",
@@ -158,8 +142,8 @@ def test_ls_shows_the_objects_used_last_first(
         f"{'02' * 20} full 4 KiB 2 h",
         "… and 1 more",
     ]
-    assert lines(run("ls", path, "--prefix", "AB")[1]) == [f"{'ab' * 20} full 4 KiB"]
-    assert run("ls", path, "--prefix", "ff")[1] == ""
+    assert lines(run("storage", "ls", path, "--prefix", "AB")[1]) == [f"{'ab' * 20} full 4 KiB"]
+    assert run("storage", "ls", path, "--prefix", "ff")[1] == ""
 
 
 # --- verify -------------------------------------------------------------------------------------
@@ -170,7 +154,7 @@ def test_verify_finds_all_well(run: Any, kept: Kept, write: Callable[..., Path])
     path = write()
     keep(kept, path, range(5))
     kept.rows[ObjectKey(bytes(48))] = b"junk"
-    assert run("verify", path) == (0, "5 objects read, 20 KiB: 0 wrong\n", "")
+    assert run("storage", "verify", path) == (0, "5 objects read, 20 KiB: 0 wrong\n", "")
 
 
 def test_verify_reads_in_batches(
@@ -188,7 +172,10 @@ def test_verify_reads_in_batches(
 
     monkeypatch.setattr(MemoryBackend, "read", noting)
     keep(kept, path, range(5))
-    assert run("verify", path, "--no-progress")[:2] == (0, "5 objects read, 20 KiB: 0 wrong\n")
+    assert run("storage", "verify", path, "--no-progress")[:2] == (
+        0,
+        "5 objects read, 20 KiB: 0 wrong\n",
+    )
     assert sizes == [2, 2, 1]
 
 
@@ -209,7 +196,7 @@ def test_verify_names_what_is_wrong_and_exits_with_1(
     """By page key, with what is wrong; nothing is removed unless asked for."""
     path = write()
     keys = spoil(kept, path)
-    code, out, _ = run("verify", path)
+    code, out, _ = run("storage", "verify", path)
     assert code == 1
     assert lines(out) == [
         f"{'02' * 32} full: does not match its checksum",
@@ -226,11 +213,11 @@ def test_verify_removes_what_is_wrong_and_nothing_else(
     """Then all is well, and the exit code says so."""
     path = write()
     fine, *_ = spoil(kept, path)
-    code, out, _ = run("verify", path, "--delete")
+    code, out, _ = run("storage", "verify", path, "--delete")
     assert code == 0
     assert lines(out)[-1] == "3 objects read, 12 KiB: 3 wrong (3 removed)"
     assert list(kept.rows) == [fine]
-    assert run("verify", path)[0] == 0
+    assert run("storage", "verify", path)[0] == 0
 
 
 def test_verify_shows_the_first_of_many(
@@ -240,7 +227,7 @@ def test_verify_shows_the_first_of_many(
     monkeypatch.setattr(storage, "SHOWN_WRONG", 2)
     path = write()
     spoil(kept, path)
-    assert lines(run("verify", path)[1])[2:] == ["…", "3 objects read, 12 KiB: 3 wrong"]
+    assert lines(run("storage", "verify", path)[1])[2:] == ["…", "3 objects read, 12 KiB: 3 wrong"]
 
 
 class Broken(MemoryBackend):
@@ -273,7 +260,7 @@ def test_what_cannot_be_read_is_neither_well_nor_removed(
     path = write()
     keys = keep(kept, path, [1, 2])
     broken(kept, Fault("read", keys=[keys[0]], result=ReadResult.FAILED))
-    code, out, _ = run("verify", path, "--delete")
+    code, out, _ = run("storage", "verify", path, "--delete")
     assert code == 1
     assert lines(out) == [
         f"{'01' * 32} full: could not be read",
@@ -289,7 +276,7 @@ def test_an_object_that_goes_meanwhile_is_none_that_is_wrong(
     path = write()
     keys = keep(kept, path, [1, 2])
     broken(kept, Fault("read", keys=[keys[0]], result=ReadResult.MISSING))
-    assert run("verify", path)[:2] == (0, "1 objects read, 4 KiB: 0 wrong\n")
+    assert run("storage", "verify", path)[:2] == (0, "1 objects read, 4 KiB: 0 wrong\n")
 
 
 # --- gc, clear ----------------------------------------------------------------------------------
@@ -303,11 +290,11 @@ def test_gc_shows_and_with_yes_removes_what_is_anothers(
     own = keep(kept, path, [1, 2])
     gone = keep(kept, old, [1, 2, 3])
     theirs = keep(kept, friend, [1])
-    code, out, _ = run("gc", path)
+    code, out, _ = run("storage", "gc", path)
     assert code == 0
     assert out.endswith("Would be removed: 4 objects, 16 KiB. Nothing was; add --yes.\n")
     assert list(kept.rows) == own + gone + theirs
-    code, out, _ = run("gc", path, "--keep", friend, "--yes")
+    code, out, _ = run("storage", "gc", path, "--keep", friend, "--yes")
     assert (code, lines(out)[-1]) == (0, "Removed: 3 objects, 12 KiB.")
     assert parts_of(old).formats[0].scope.hex() in out
     assert parts_of(friend).formats[0].scope.hex() not in out
@@ -321,7 +308,7 @@ def test_gc_keeps_all_ranks_of_its_configuration(
     path = write()
     for rank in (0, 1):
         keep(kept, path, [rank], rank=rank, world_size=2)
-    run("gc", path, "--world-size", 2, "--yes")
+    run("storage", "gc", path, "--world-size", 2, "--yes")
     assert len(kept.rows) == 2
 
 
@@ -338,7 +325,7 @@ def test_gc_by_age_looks_at_all_objects(
         yield [ObjectInfo(key, len(row), ages.get(key)) for key, row in kept.rows.items()]
 
     monkeypatch.setattr(MemoryBackend, "scan", scan)
-    code, out, _ = run("gc", path, "--older-than", 7, "--yes")
+    code, out, _ = run("storage", "gc", path, "--older-than", 7, "--yes")
     assert code == 0
     assert lines(out)[-2:] == [
         "Nobody knows the age of 1 objects: they stay.",
@@ -354,10 +341,10 @@ def test_clear_removes_this_configurations_objects_only(
     path = write()
     own = keep(kept, path, [1, 2])
     theirs = keep(kept, write("r8"), [1])
-    code, out, _ = run("clear", path)
+    code, out, _ = run("storage", "clear", path)
     assert (code, out) == (2, "Would be removed: 2 objects, 8 KiB. Nothing was; add --yes.\n")
     assert list(kept.rows) == own + theirs
-    assert run("clear", path, "--yes") == (0, "full: 2 objects removed\n", "")
+    assert run("storage", "clear", path, "--yes") == (0, "full: 2 objects removed\n", "")
     assert list(kept.rows) == theirs
 
 
@@ -372,7 +359,7 @@ def test_a_configuration_without_storage_is_explained(
 ) -> None:
     """There is nothing to look after."""
     path = write(rest="")
-    code, out, err = run(command, path)
+    code, out, err = run("storage", command, path)
     assert (code, out) == (2, "")
     assert "storage: there is no such section (write one" in err
 
@@ -385,10 +372,10 @@ def test_a_backend_that_cannot_list_says_so(
     monkeypatch.setattr(MemoryBackend, "can_scan", False)
     path = write()
     keep(kept, path, [1])
-    code, out, err = run(command, path)
+    code, out, err = run("storage", command, path)
     if command == "clear":
         assert (code, out) == (2, "Nothing was removed. Add --yes.\n")
-        assert run(command, path, "--yes")[1] == "full: 1 objects removed\n"
+        assert run("storage", command, path, "--yes")[1] == "full: 1 objects removed\n"
     else:
         assert (code, out) == (2, "")
         assert f"{path}:4:20: storage.backend: cannot list what it keeps (" in err
@@ -414,7 +401,7 @@ def test_a_backend_that_is_unwell_ends_with_1(
     path = write()
     keep(kept, path, [1])
     broken(kept, Fault("read", error=error))
-    assert run("verify", path) == (1, "", words)
+    assert run("storage", "verify", path) == (1, "", words)
 
 
 def test_a_backend_that_does_not_answer_ends_with_1(
@@ -424,4 +411,8 @@ def test_a_backend_that_does_not_answer_ends_with_1(
     path = write(rest=REST.replace("timeout: 5", "timeout: 0.05"))
     keep(kept, path, [1])
     broken(kept, Fault("read", delay=60))
-    assert run("verify", path) == (1, "", "storage: storage has not answered within 0.05 s\n")
+    assert run("storage", "verify", path) == (
+        1,
+        "",
+        "storage: storage has not answered within 0.05 s\n",
+    )

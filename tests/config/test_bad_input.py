@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from tiered_cache.build import size_stack
+from tiered_cache.build import size_stack, storage_parts
 from tiered_cache.cli.check import check_config
 from tiered_cache.cli.plan import show_plan
 from tiered_cache.config import load_config
@@ -54,20 +54,19 @@ NUMBERS: Final[dict[str, dict[str, Any]]] = {
     "model.extra_pools[0].layers[0]": {},
     "model.extra_pools[0].row_shape[0]": {},
     "model.extra_pools[0].tokens_per_row": {},
-    "storage.timeout": STORED,
-    "storage.max_concurrency": STORED,
-    "storage.prefetch.threshold": STORED,
-    "storage.prefetch.timeout_base": STORED,
-    "storage.prefetch.timeout_per_ki_token": STORED,
-    "storage.prefetch.result_ttl": STORED,
-    "storage.backup.max_pending": STORED,
-    "storage.breaker.failures": STORED,
-    "storage.breaker.retry_after": STORED,
+    "storage.timeout": {},
+    "storage.max_concurrency": {},
+    "storage.prefetch.threshold": {},
+    "storage.prefetch.timeout_base": {},
+    "storage.prefetch.timeout_per_ki_token": {},
+    "storage.prefetch.result_ttl": {},
+    "storage.backup.max_pending": {},
+    "storage.breaker.failures": {},
+    "storage.breaker.retry_after": {},
     "storage.breaker.max_retry_after": {
-        **STORED,
-        "storage": {"backend": "memory", "breaker": {"retry_after": 1e-9}},
+        "storage": {"backend": "memory", "breaker": {"retry_after": 1e-9}}
     },
-    "storage.breaker.slow": STORED,
+    "storage.breaker.slow": {},
 }
 """Every setting that is a number, with what must stand around it."""
 
@@ -89,10 +88,11 @@ NO_NUMBERS: Final = [
 def settings_with(key: str, value: object) -> dict[str, Any]:
     """Settings that are fine but for `key`."""
     pool = dict(POOL)
-    result: dict[str, Any] = {"model": {**MODEL, "extra_pools": [pool]}, **NUMBERS.get(key, {})}
+    around = {**(STORED if key.startswith("storage") else {}), **NUMBERS.get(key, {})}
+    result: dict[str, Any] = {"model": {**MODEL, "extra_pools": [pool]}, **around}
     name = key.rpartition(".")[2]
     if key.startswith("storage."):
-        section = result["storage"] = dict(STORED["storage"], **result.get("storage", {}))
+        section = result["storage"] = dict(result["storage"])
         for part in key.split(".")[1:-1]:
             section[part] = section = dict(section.get(part, {}))
         section[name] = value
@@ -400,9 +400,22 @@ ANYTHING = st.recursive(
 )
 
 
-@given(key=st.sampled_from([*NUMBERS, "model", "device", "host", "mode", "check"]), value=ANYTHING)
+KEYS = [*NUMBERS, "model", "device", "host", "mode", "check", "storage", "storage.options"]
+
+
+@given(key=st.sampled_from(KEYS), value=ANYTHING)
 @settings(max_examples=500, deadline=None)
 def test_anything_anywhere_is_accepted_or_a_config_error(key: str, value: object) -> None:
     """Random values of random types, at every key."""
     with contextlib.suppress(ConfigError):
-        size_stack(load_config(settings_with(key, value), {}, {}))
+        config = load_config(settings_with(key, value), {}, {})
+        storage_parts(config, size_stack(config))
+
+
+@given(ANYTHING | st.dictionaries(st.just("max_size"), ANYTHING))
+@settings(max_examples=300, deadline=None)
+def test_any_options_are_accepted_or_a_config_error(value: object) -> None:
+    """By the schema, then by the backend's own model."""
+    with contextlib.suppress(ConfigError):
+        config = load_config(settings_with("storage.options", value), {}, {})
+        storage_parts(config, size_stack(config))

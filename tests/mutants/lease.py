@@ -8,6 +8,7 @@ from tests.mutants.model import Mutant
 
 LEASE: Final = "tiered_cache/lease.py"
 CONTROLLER: Final = "tiered_cache/controller.py"
+RUNS: Final = "tiered_cache/runs.py"
 JOBS: Final = "tiered_cache/jobs.py"
 TESTS: Final = "tests/test_lease.py::"
 
@@ -34,7 +35,7 @@ MUTANTS: Final = [
         id="a-run-overtakes-the-one-it-builds-on",
         rule="§11.4",
         harm="with several threads a run reads what is still being written: wrong bytes",
-        file=CONTROLLER,
+        file=RUNS,
         old="                await other.ended.wait()",
         new="                pass",
         test=TESTS + "test_runs_of_one_lease_go_in_order_even_with_several_threads",
@@ -43,7 +44,7 @@ MUTANTS: Final = [
         id="a-run-follows-one-that-came-to-nothing",
         rule="§11.1",
         harm="it reads what was never written, and its result is returned: wrong bytes",
-        file=CONTROLLER,
+        file=RUNS,
         old="            if chunk.start > ends[chunk.lease]:\n                raise StaleError(",
         new="            if False:\n                raise StaleError(",
         test=TESTS + "test_a_run_that_builds_on_one_that_came_to_nothing_does_not_start",
@@ -97,9 +98,9 @@ MUTANTS: Final = [
         id="close-leaves-queued-runs-behind-a-hung-one",
         rule="§12.2",
         harm="whoever awaits them hangs with it, for ever",
-        file=CONTROLLER,
-        old="                    run.job.cancel()",
-        new="                    pass",
+        file=RUNS,
+        old="                run.job.cancel()",
+        new="                pass",
         test="tests/test_cache.py::test_closing_drops_queued_runs_at_once",
     ),
     Mutant(

@@ -8,6 +8,7 @@ from tests.mutants.model import Mutant
 
 LEASE: Final = "tiered_cache/lease.py"
 CONTROLLER: Final = "tiered_cache/controller.py"
+RUNS: Final = "tiered_cache/runs.py"
 PUBLISH: Final = "tiered_cache/publish.py"
 CLAIMS: Final = "tiered_cache/claims.py"
 TABLE: Final = "tiered_cache/page_table.py"
@@ -37,7 +38,7 @@ MUTANTS: Final = [
         id="a-chunk-of-another-cache-may-run",
         rule="§11.4",
         harm="an early free: its own lease does not know of the run",
-        file=CONTROLLER,
+        file=RUNS,
         old="            if chunk.lease not in ends:",
         new="            if chunk.lease_id not in {lease.id for lease in leases}:",
         test=EDGES + "test_a_lease_of_another_cache_is_refused",
@@ -85,7 +86,7 @@ MUTANTS: Final = [
         rule="§12.2",
         harm="buffers are taken away under a thread",
         file=CONTROLLER,
-        old="if self._runs or self._ending or self._dropped",
+        old="if self.runs or self._ending or self._dropped",
         new="if self._ending or self._dropped",
         test=EDGES + "test_drain_waits_for_runs_also_for_those_that_follow_at_once",
     ),

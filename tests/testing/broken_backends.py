@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
 import fnmatch
 import os
 import threading
@@ -386,6 +388,11 @@ class GrowsInPlace(MemoryBackend):
         return [WriteResult.WRITTEN] * len(keys)
 
 
+class Pool(concurrent.futures.ThreadPoolExecutor):
+    def close(self) -> None:
+        self.shutdown(wait=False)
+
+
 # --- cancelled ------------------------------------------------------------------------------------
 
 
@@ -466,6 +473,25 @@ class DoesNotWaitForThreads(Threaded):
     async def _gather(self, work: Any, parts: list[Any]) -> list[Any]:
         calls = [asyncio.ensure_future(self._context.run(work, part)) for part in parts]
         return await asyncio.shield(asyncio.gather(*calls))
+
+
+@found_by("test_a_cancelled_call_waits_for_its_threads", "still at work", True)
+@found_by("test_a_cancelled_call_waits_for_its_threads", "still at work", False)
+class UsesToThread(Threaded):
+    """It is cancelled, the thread is not."""
+
+    async def _gather(self, work: Any, parts: list[Any]) -> list[Any]:
+        return [await asyncio.to_thread(work, part) for part in parts]
+
+
+@found_by("test_a_cancelled_call_waits_for_its_threads", "still at work", True)
+@found_by("test_an_error_in_one_thread_waits_for_the_others", "still at work", True)
+class HasAPoolOfItsOwn(Threaded):
+    async def _gather(self, work: Any, parts: list[Any]) -> list[Any]:
+        loop = asyncio.get_running_loop()
+        with contextlib.closing(Pool(4)) as pool:
+            jobs = [loop.run_in_executor(pool, work, part) for part in parts]
+            return await asyncio.gather(*jobs)
 
 
 @found_by("test_a_cancelled_call_waits_for_its_threads", "raises CancelledError", True)

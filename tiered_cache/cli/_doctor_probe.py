@@ -18,18 +18,19 @@ import numpy as np
 import torch
 
 from tiered_cache.build import Parts, Sizing, build
-from tiered_cache.cli._stored import Plan, Stored, Threads, open_stored
+from tiered_cache.cli._stored import Plan, Stored, open_stored
 from tiered_cache.config import Config, DeviceConfig, HostConfig
 from tiered_cache.errors import BackendError
 from tiered_cache.jobs import DaemonExecutor
 from tiered_cache.storage import ReadResult, WriteResult
 from tiered_cache.storage.record import Arrivals, RecordFormat, fingerprint
+from tiered_cache.storage_io import ThreadContext
 from tiered_cache.transfer.copier import Direction
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 
-    from tiered_cache.storage import ObjectKey
+    from tiered_cache.storage import BackendStats, ObjectKey
     from tiered_cache.types import PageIds
 
 T = TypeVar("T")
@@ -60,12 +61,13 @@ class Speed:
 
 @dataclass(slots=True)
 class Measured:
-    """`ask_s`: what it takes to learn that storage has not a page. `ailments`: what went wrong and
-    what to do about it."""
+    """`ask_s`: what it takes to learn that storage has not a page. `stats`: of the storage, before
+    anything was written. `ailments`: what went wrong and what to do about it."""
 
     num_pages: int
     store: Speed | None = None
     load: Speed | None = None
+    stats: BackendStats | None = None
     ask_s: float | None = None
     write: Speed | None = None
     read: Speed | None = None
@@ -96,7 +98,7 @@ def small_parts(config: Config, sizing: Sizing) -> Parts:
 async def measure(parts: Parts, plan: Plan | None) -> Measured:
     """All figures of a configuration's tiers; storage's when there is a plan for it."""
     executor = DaemonExecutor("doctor", 1)
-    threads = Threads(executor)
+    threads = ThreadContext(executor, 1)
     assert parts.host is not None, "made with one"
     try:
         for touch in parts.host.touch:
@@ -124,7 +126,9 @@ def _fill(parts: Parts) -> None:
 # --- Device and host ------------------------------------------------------------------------------
 
 
-async def _copy(parts: Parts, threads: Threads, direction: Direction, num_pages: int) -> Speed:
+async def _copy(
+    parts: Parts, threads: ThreadContext, direction: Direction, num_pages: int
+) -> Speed:
     # In no order, as ids are after hours of service.
     chance = np.random.default_rng(0)
     device_ids, host_ids = (chance.permutation(num_pages).astype(np.int32) for _ in range(2))
@@ -142,7 +146,11 @@ async def _copy(parts: Parts, threads: Threads, direction: Direction, num_pages:
 
 
 async def _copy_pages(
-    parts: Parts, threads: Threads, direction: Direction, device_ids: PageIds, host_ids: PageIds
+    parts: Parts,
+    threads: ThreadContext,
+    direction: Direction,
+    device_ids: PageIds,
+    host_ids: PageIds,
 ) -> None:
     assert parts.host is not None, "made with one"
     copier = parts.host.copier
@@ -161,7 +169,8 @@ def _speed(one_s: float, all_s: float, num_pages: int, page_bytes: int, page_siz
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The rows of one component, sealed for a scope that nobody else has."""
+    """The rows of one component, sealed for a scope that no cache has, under keys that nobody
+    has."""
 
     record: RecordFormat
     rows: list[memoryview]
@@ -195,6 +204,7 @@ async def _measure_storage(plan: Plan, parts: Parts, measured: Measured) -> None
     ]
     try:
         async with open_stored(plan, needs_scan=False) as stored:
+            measured.stats = stored.backend.stats()
             for arena in parts.arenas:
                 await stored.ask(stored.backend.register_memory(arena.rows.data.cast("B")))
             async with _removed_afterwards(stored, sets, measured):
@@ -208,7 +218,8 @@ async def _measure_storage(plan: Plan, parts: Parts, measured: Measured) -> None
 
 
 def _throw_away(record: RecordFormat) -> RecordFormat:
-    identity = fingerprint({"doctor": secrets.token_hex(16)})
+    """A scope that no cache has; always the same one, for backends that keep a place for each."""
+    identity = fingerprint({"doctor": record.identity.hex()})
     return RecordFormat(record.component, identity, record.row_bytes, record.payload_end)
 
 

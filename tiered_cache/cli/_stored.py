@@ -9,16 +9,17 @@ from __future__ import annotations
 import asyncio
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from tiered_cache.build import size_stack, storage_parts
 from tiered_cache.config import load_config
 from tiered_cache.errors import BackendError, ConfigError
-from tiered_cache.jobs import DaemonExecutor, run_to_end, submit
+from tiered_cache.jobs import DaemonExecutor
 from tiered_cache.storage import SCOPE_BYTES
+from tiered_cache.storage_io import ThreadContext
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Sequence
     from pathlib import Path
 
     from tiered_cache.build import Sizing
@@ -82,22 +83,12 @@ def plan_of(config: Config, sizing: Sizing, world_size: int = 1) -> Plan | None:
     return None if parts is None else Plan(config, parts, scopes)
 
 
-class Threads:
-    """A `BackendContext`."""
-
-    num_threads = NUM_THREADS
-
-    def __init__(self, executor: DaemonExecutor) -> None:
-        self._executor = executor
-
-    async def run(self, fn: Callable[..., T], *args: Any) -> T:
-        return await run_to_end(submit(self._executor, fn, *args))
-
-
 class Stored:
     """An open backend, asked with a time limit; whatever it raises is a `BackendError`."""
 
-    def __init__(self, backend: StorageBackend, settings: StorageConfig, threads: Threads) -> None:
+    def __init__(
+        self, backend: StorageBackend, settings: StorageConfig, threads: ThreadContext
+    ) -> None:
         self.backend = backend
         self.settings = settings
         self.threads = threads
@@ -126,7 +117,7 @@ async def open_stored(plan: Plan, *, needs_scan: bool = True) -> AsyncIterator[S
         )
         raise ConfigError([problem])
     executor = DaemonExecutor("operator", NUM_THREADS)
-    threads = Threads(executor)
+    threads = ThreadContext(executor, NUM_THREADS)
     try:
         backend = await _asked(
             plan.parts.backend.open(plan.parts.options, threads), settings.timeout

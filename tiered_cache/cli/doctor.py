@@ -11,7 +11,7 @@ import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path  # typer reads the annotations
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich import box
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from tiered_cache.cli._doctor_probe import Speed
     from tiered_cache.cli._stored import Plan
     from tiered_cache.config import Config
+    from tiered_cache.storage import BackendStats
 
 UNWELL: Final = 1
 
@@ -67,8 +68,8 @@ def doctor(
         if tokens_per_second is not None:
             notes += _too_slow(settings, loads, tokens_per_second)
         notes += _storage_notes(settings, measured)
-    if plan is not None:
-        notes += _disk_notes(plan)
+        if plan is not None and measured.stats is not None:
+            notes += _disk_notes(plan, measured.stats)
     for text in notes:
         console.print(f"warning: {text}", markup=False)
     for text in ailments:
@@ -144,20 +145,18 @@ def _storage_notes(config: Config, measured: Measured) -> Iterator[str]:
         )
 
 
-def _disk_notes(plan: Plan) -> Iterator[str]:
-    """Of a backend that has a path and a limit: whether the disk has room for it."""
-    options: Any = plan.parts.options
-    path, limit = getattr(options, "path", None), getattr(options, "max_size", None)
-    if not isinstance(path, str | Path) or not isinstance(limit, int):
+def _disk_notes(plan: Plan, stats: BackendStats) -> Iterator[str]:
+    """Of a backend that has a path and a limit: whether the disk has room for what may come."""
+    path = getattr(plan.parts.options, "path", None)
+    if not isinstance(path, str | Path) or stats.max_bytes is None:
         return
-    place = Path(path).expanduser()
+    place = Path(path)
     while not place.exists() and place != place.parent:
         place = place.parent
-    free = shutil.disk_usage(place).free
-    if free < limit:
+    room, free = stats.max_bytes - (stats.num_bytes or 0), shutil.disk_usage(place).free
+    if free < room:
         yield (
-            f"storage.options.max_size is {human_bytes(limit)}, and the disk has "
-            f"{human_bytes(free)} left (what storage has taken already not counted)"
+            f"storage may take {human_bytes(room)} more, and its disk has {human_bytes(free)} left"
         )
 
 

@@ -196,6 +196,7 @@ Seconds = Annotated[
 PositiveSeconds = Annotated[
     float, Field(gt=0, le=MAX_SECONDS, allow_inf_nan=False), BeforeValidator(_in_floats_range)
 ]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), BeforeValidator(_in_floats_range)]
 # Not strict: a YAML list is no Python tuple. The items are strict all the same.
 Layers = Annotated[tuple[LayerNumber, ...], Field(strict=False), AfterValidator(_not_empty)]
 Shape = Annotated[
@@ -306,6 +307,8 @@ class DeviceConfig(Section):
     """Bytes for all pools together."""
     tokens: Tokens | None = None
     eviction_policy: EvictionPolicyName = "lru"
+    max_pinned: Share = 0.25
+    """How much of the tier pins may hold, from 0 to 1."""
 
     @classmethod
     def cross_check(cls, given: Mapping[str, Any]) -> Iterator[CrossProblem]:
@@ -324,6 +327,8 @@ class HostConfig(Section):
     eviction_policy: EvictionPolicyName = "lru"
     load_back_threshold: Tokens = 1
     """Tokens. A hit of fewer is computed again instead of loaded."""
+    max_pinned: Share = 0.25
+    """How much of the tier pins may hold, from 0 to 1."""
 
     @classmethod
     def cross_check(cls, given: Mapping[str, Any]) -> Iterator[CrossProblem]:

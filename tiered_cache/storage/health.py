@@ -124,6 +124,14 @@ class Breaker:
         self._retry_s = min(2 * self._retry_s, self._settings.max_retry_after)
         self._become(HealthState.OPEN)
 
+    def close(self) -> None:
+        """It is another one now, or the same anew: nothing is held against it."""
+        self._failures = 0
+        self._retry_s = self._settings.retry_after
+        self.latency_s = 0.0
+        self.reason = ""
+        self._judge()
+
     def note_queue(self, num_calls: int) -> None:
         """So many calls wait for their turn."""
         self.queued = num_calls

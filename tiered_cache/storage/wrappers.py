@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from tiered_cache.errors import BackendError
+from tiered_cache.jobs import is_cancelled
 from tiered_cache.storage.backend import (
     ObjectKey,
     ReadResult,
@@ -166,8 +167,7 @@ class Guarded(Wrapper):
         try:
             yield answers
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
+            if is_cancelled():
                 breaker.given_up()
                 raise
             breaker.failed("the backend cancelled its own call")

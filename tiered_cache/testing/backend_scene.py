@@ -8,11 +8,13 @@ backend must do in which situation (`tiered_cache.testing.backends`).
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
 import os
 import random
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 from tiered_cache.jobs import DaemonExecutor, run_to_end, submit, threads_ended
@@ -43,7 +45,7 @@ class ThreadContext:
     """The `BackendContext` of a cache, without the cache: threads that are awaited to their end.
 
     Attributes:
-        num_running: calls of `run` whose threads are at work.
+        num_running: calls whose threads are at work.
     """
 
     def __init__(self, num_threads: int = 4) -> None:
@@ -84,8 +86,9 @@ class ThreadContext:
 
     @contextlib.contextmanager
     def held(self, *, first_fails: bool = False) -> Iterator[None]:
-        """What is run meanwhile stands in front of its work, and goes on at the end. `first_fails`:
-        the first raises instead."""
+        """What is run in threads meanwhile stands in front of its work, and goes on at the end:
+        here, and in every pool of threads, asyncio's own among them. `first_fails`: the first
+        raises instead."""
         opened = threading.Event()
         first = self._num_calls + 1
 
@@ -94,10 +97,16 @@ class ThreadContext:
                 raise OSError(5, "Input/output error")
             opened.wait(30)
 
+        def submit_held(pool: Any, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
+            return submit_to_pool(pool, self._work, functools.partial(fn, *args, **kwargs), ())
+
+        submit_to_pool = ThreadPoolExecutor.submit
         self._in_front = in_front
+        ThreadPoolExecutor.submit = submit_held  # type: ignore[method-assign]
         try:
             yield
         finally:
+            ThreadPoolExecutor.submit = submit_to_pool  # type: ignore[method-assign]
             self._in_front = None
             opened.set()
 

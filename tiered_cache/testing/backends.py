@@ -535,7 +535,8 @@ class BackendTests:
     async def test_a_cancelled_call_waits_for_its_threads(self, is_read: bool) -> None:
         """However often it is cancelled: while a thread is at work on its buffers, it goes on.
 
-        Threads of `BackendContext.run`; who uses others has them waited for in the tests above.
+        Threads of `BackendContext.run` and of pools, such as that of `asyncio.to_thread`; whoever
+        starts others may be found out by the tests above.
         """
         async with self.scene() as scene:
             await scene.keep(range(8), 64 * KIB)

@@ -55,6 +55,10 @@ PIECE_TOKENS: Final = 4096
 not twice."""
 
 
+MAX_ROUNDS: Final = 8
+"""Walks over all nodes that `forget_all_stored` makes at most; each finds less."""
+
+
 class RadixTree:
     """A prefix index in whole pages of `page_size` tokens.
 
@@ -821,11 +825,22 @@ class RadixTree:
             self._forget_stored(node, eviction)
         return eviction.result()
 
+    def believed_length(self, key: RadixKey) -> int:
+        """Tokens of `key` that some tier has, storage by belief."""
+        path, depth = self._known(key, len(key) - len(key) % self.page_size)
+        for node in path:
+            data = node.data[BASE]
+            if data.value is None and data.host_value is None and not data.stored:
+                return node.start
+        return depth
+
     def forget_all_stored(self, max_nodes: int) -> Iterator[EvictResult]:
         """`forget_stored` of everything, `max_nodes` nodes at a time: storage is another one, or
         empty. What is believed meanwhile is believed of the new one."""
         found = True
-        while found:  # nodes that were split between two steps are met in another round
+        for _ in range(MAX_ROUNDS):  # what was split between two steps is met in another round
+            if not found:
+                return
             found = False
             eviction = Eviction(Tier.HOST, len(self.components))
             for count, node in enumerate(self.nodes(), 1):

@@ -161,22 +161,20 @@ class Directory:
                 row.result = self._failed(row.error)
 
     def _space(self, rows: Sequence[Writing]) -> int:
-        """How many bytes of these can be written. Near the reserve, what comes is what goes."""
+        """How many bytes can be written without touching the reserve, if need be after others have
+        gone. No more goes than would come, and nothing when all of it would not be enough."""
         wanted = sum(row.num_bytes for row in rows)
+        lacking = wanted - self._beyond_reserve()
+        if 0 < lacking <= self.room.account.num_bytes:
+            self.room.shrink(min(lacking, wanted))
+        return self._beyond_reserve() if lacking > 0 else wanted
+
+    def _beyond_reserve(self) -> int:
         try:
             system = os.statvfs(self._root)
         except OSError as error:
             raise unusable(self._root, error) from error
-        if system.f_bavail * system.f_frsize - wanted >= self._reserve:
-            return wanted
-        freed = 0
-        for _ in self.room.rounds():
-            with self.room.account.held() as usage:
-                while freed < wanted and (gone := self.room.evict(usage)) is not None:
-                    freed += gone
-            if freed >= wanted:
-                break
-        return freed
+        return system.f_bavail * system.f_frsize - self._reserve
 
     def _fill(self, rows: Sequence[Writing], space: int) -> list[Writing]:
         """Write them out of sight, as far as there is space; those that are written."""

@@ -92,6 +92,15 @@ class Room:
             seen, num_evicted = self._num_listings, self._num_evicted
             yield
 
+    def shrink(self, num_bytes: int) -> None:
+        """By so much, or what there is."""
+        for _ in self.rounds():
+            with self.account.held() as usage:
+                while num_bytes > 0 and (gone := self.evict(usage)) is not None:
+                    num_bytes -= gone
+            if num_bytes <= 0:
+                break
+
     @property
     def wants_listing(self) -> bool:
         """Victims run short. One thread can see to that while the others go on."""

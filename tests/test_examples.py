@@ -11,6 +11,8 @@ import pytest
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SAID = {
     "serving_loop.py": "100 tokens, 96 reused",
+    "serving_loop_file.py": "tokens from storage 96, the model 4",
+    "serving_loop_redis.py": "written, 0 read\nmachine B:\ntokens from storage 96, the model 4",
     "batch_step.py": "same tokens as one by one",
     "custom_backend.py": "8 rows read after a restart, 0 wrong",
     "host_tier.py": "tokens from the device 0, the host 96, the model 4",

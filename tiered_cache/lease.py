@@ -92,6 +92,7 @@ class Lease:
         "_running",
         "_seen",
         "_storage_from",
+        "_storage_to",
         "committed",
         "epoch",
         "granted_at",
@@ -141,6 +142,7 @@ class Lease:
         self._prefetch: PrefetchHandle | None = None
         self._not_fetched = ""  # why storage had no more of it
         self._storage_from = sys.maxsize  # what device and host had before it
+        self._storage_to = 0  # and with what it has brought
         self._full_hit_length = 0
         self._promised = 0  # of `unspent`, what the accounts know
         self._seen = -1  # the tree's growth when it was last matched
@@ -189,7 +191,7 @@ class Lease:
         self._storage_from = match.best_length
         name = f"lease {self.id}"
         self._prefetch = storage.prefetches.start(self.key, limit, name=name)
-        await self._prefetch.wait(timeout=timeout)
+        self._storage_to = await self._prefetch.wait(timeout=timeout)
         self._controller.check()
 
     def end_prefetch(self) -> None:
@@ -270,7 +272,7 @@ class Lease:
         self.close()
         self.prefix_len = self.committed = self._computed = self._promised = 0
         self._reused = self._reused_host = self._reused_storage = 0
-        self._storage_from = sys.maxsize
+        self._storage_from, self._storage_to = sys.maxsize, 0
         self._load = None
         self.table.cut(0)
 
@@ -298,7 +300,7 @@ class Lease:
 
     def _of_storage(self, start: int, stop: int) -> int:
         """How many of these tokens a prefetch had brought to the host."""
-        return max(0, stop - max(start, self._storage_from))
+        return max(0, min(stop, self._storage_to) - max(start, self._storage_from))
 
     def use_load(self, stop: int, layers: LayerWaits) -> None:
         """The table names pages up to `stop` that are coming: a model waits for each layer."""

@@ -22,7 +22,7 @@ def settings(model: Any, tokens: int = 1024, **more: Any) -> Config:
     """A configuration whose pools fit the model."""
     return load_config(
         {"page_size": PAGE_SIZE, "device": {"tokens": tokens}, "check": True, **more},
-        {"model": model_from_hf(model.config, dtype=model.dtype)},
+        {"model": model_from_hf(model.config, id="test/model", revision="1", dtype=model.dtype)},
     )
 
 

@@ -2,23 +2,31 @@
 
 Same run, same chunks: the reference computes exactly what the leases compute, with a transformers
 cache of its own. Pools are full of NaN before, so a row read before it was written shows. The
-controls prove that the comparison sees one wrong byte, on either tier.
+controls prove that the comparison sees one wrong byte, on either tier in memory; of a wrong byte in
+storage nothing must be seen, because it is never used.
 """
 
 from __future__ import annotations
 
-import functools
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tests.backends.file_helpers import object_files
 from tests.integrations.helpers import PAGE_SIZE, NeverSerialised, poison, random_tokens, settings
+from tests.integrations.restored_child import model_of
 from tiered_cache import UnifiedRadixCache
 from tiered_cache.integrations.transformers import TransformersRunner
 from tiered_cache.keys import RadixKey
-from tiered_cache.testing.models import load_smollm2, tiny_model
 from tiered_cache.types import Hits, MatchPrefixParams
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -27,19 +35,13 @@ MODELS = ["llama", "qwen3", "deepseek_v3", "smollm2"]
 pytestmark = pytest.mark.timeout(180)  # the first test of a fresh machine converts SmolLM2
 
 CASES = [(name, dtype) for name in MODELS for dtype in DTYPES]
+CASE_IDS = [f"{name}-{str(dtype).removeprefix('torch.')}" for name, dtype in CASES]
 
 
-@pytest.fixture(
-    params=CASES, ids=[f"{name}-{str(dtype).removeprefix('torch.')}" for name, dtype in CASES]
-)
+@pytest.fixture(params=CASES, ids=CASE_IDS)
 def model(request: pytest.FixtureRequest) -> Any:
     """Made outside the event loop: loading reads files."""
     return model_of(*request.param)
-
-
-@functools.cache
-def model_of(name: Any, dtype: torch.dtype) -> Any:
-    return load_smollm2(dtype).model if name == "smollm2" else tiny_model(name, dtype)
 
 
 async def compute(lease: Any, runner: Any, reference: NeverSerialised, max_tokens: int) -> None:
@@ -198,3 +200,127 @@ async def test_one_byte_flipped_on_the_host_shows(model: Any) -> None:
 
         assert not torch.equal(await logits_after_loading(1), expected)
         assert torch.equal(await logits_after_loading(2), expected), "flipped back, it is right"
+
+
+# --- Three tiers, and a second process ------------------------------------------------------------
+
+
+NUM_PAGES = 6
+
+
+@pytest.fixture(scope="module")
+def another_process() -> Iterator[Callable[..., dict[str, Any]]]:
+    """What a second process makes of a prompt, with nothing but storage to know it from."""
+    root = Path(__file__).parents[2]
+    child = subprocess.Popen(
+        [sys.executable, "-m", "tests.integrations.restored_child"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(root), str(root / "backends")))},
+    )
+
+    def ask(question: dict[str, Any]) -> dict[str, Any]:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdin.write(json.dumps(question) + "\n")
+        child.stdin.flush()
+        answer = child.stdout.readline()
+        assert answer, "the second process has ended: see its standard error"
+        return dict(json.loads(answer))
+
+    with child:  # the end of its input ends it
+        yield ask
+
+
+def three_tiers(path: Path) -> dict[str, Any]:
+    """A file for every page. Storage is asked for any number of them, and waited for."""
+    options = {"path": str(path), "max_size": "1GiB", "reserve": 0}
+    prefetch = {"threshold": 0, "policy": "wait_complete"}
+    storage = {"backend": "file", "options": options, "prefetch": prefetch, "required": True}
+    return {"tokens": 12 * PAGE_SIZE, "host": {"tokens": 1024}, "storage": storage}
+
+
+async def kept(model: Any, tiers: dict[str, Any], prompt: list[int]) -> tuple[NeverSerialised, int]:
+    """Compute a prompt here, and leave its state in storage; the reference at its end, and the
+    bytes of a row."""
+    config = await asyncio.to_thread(settings, model, **tiers)
+    async with UnifiedRadixCache.open(config) as cache:
+        reference = await computed(cache, TransformersRunner(model, cache.pools), prompt)
+        await cache.drain()
+        (arena,), storage = cache.arenas, cache.stats().storage
+        assert storage is not None
+        assert storage.counters.objects_written == NUM_PAGES
+        assert storage.counters.bytes_written == NUM_PAGES * arena.rows.shape[1]
+        return reference, arena.rows.shape[1]
+
+
+def check_chunks(
+    answer: dict[str, Any], prompt: list[int], reference: NeverSerialised
+) -> NeverSerialised:
+    """From where the other process went on, the same chunks give the same bits here; returns the
+    reference that has computed them."""
+    start = sum(answer["hits"])
+    branch = reference.branch(start)
+    for begin, stop, logits in answer["chunks"]:
+        assert begin == start
+        start = stop
+        assert branch.forward(prompt[begin:stop], begin).numpy().tobytes().hex() == logits
+    assert start == len(prompt)
+    return branch
+
+
+def question(case: tuple[str, torch.dtype], tiers: Any, prompt: list[int], **more: Any) -> Any:
+    name, dtype = case
+    words = {"model": name, "dtype": str(dtype).removeprefix("torch."), "layerwise": False}
+    return {**words, "tiers": tiers, "prompt": prompt, "max_tokens": 24, **more}
+
+
+@pytest.mark.parametrize("case", CASES, ids=CASE_IDS)
+async def test_another_process_restores_state_that_gives_the_same_logits(
+    case: Any, tmp_path: Path, another_process: Any
+) -> None:
+    """Device → host → file → host → device: a second process, whose memory is full of NaN, reads
+    the rows that it needs and not one more, and goes on from there."""
+    model, tiers = await asyncio.to_thread(model_of, *case), three_tiers(tmp_path)
+    prompt = random_tokens(NUM_PAGES * PAGE_SIZE)
+    reference, row_bytes = await kept(model, tiers, prompt)
+    for num_pages, layerwise in ((1, False), (4, True), (NUM_PAGES, False)):
+        boundary = num_pages * PAGE_SIZE
+        longer = prompt[:boundary] + random_tokens(37, seed=boundary)
+        answer = another_process(question(case, tiers, longer, layerwise=layerwise))
+        assert answer["hits"] == [0, 0, boundary]
+        assert answer["objects_read"] == num_pages
+        assert answer["bytes_read"] == num_pages * row_bytes
+        check_chunks(answer, longer, reference)
+
+
+@pytest.mark.parametrize("case", CASES, ids=CASE_IDS)
+async def test_one_byte_flipped_in_storage_is_never_used(
+    case: Any, tmp_path: Path, another_process: Any
+) -> None:
+    """The control: a row with one wrong byte is a miss. What it held is computed, as if it had
+    never been there, and written anew, so that the next process has it all."""
+    model, tiers = await asyncio.to_thread(model_of, *case), three_tiers(tmp_path)
+    prompt = random_tokens(NUM_PAGES * PAGE_SIZE)
+    longer = prompt + random_tokens(5, seed=1)
+    reference, _ = await kept(model, tiers, prompt)
+    flip_one_stored_byte(tmp_path, RadixKey(prompt).page_keys(PAGE_SIZE)[-1])
+    answer = another_process(question(case, tiers, longer))
+    assert answer["hits"] == [0, 0, (NUM_PAGES - 1) * PAGE_SIZE]
+    assert answer["objects_corrupt"] == 1
+    assert answer["objects_written"] == 1
+    reference = check_chunks(answer, longer, reference)
+    answer = another_process(question(case, tiers, longer))
+    assert answer["hits"] == [0, 0, NUM_PAGES * PAGE_SIZE]
+    assert answer["objects_corrupt"] == 0
+    check_chunks(answer, longer, reference)
+
+
+def flip_one_stored_byte(root: Path, page_key: bytes) -> None:
+    """Flips a bit in the middle of the state of one page."""
+    (path,) = (path for path in object_files(root) if path.name == page_key.hex())
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x40
+    path.write_bytes(content)

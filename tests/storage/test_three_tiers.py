@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.lease_helpers import seq
+from tests.lease_helpers import seq, start, turns
 from tests.storage_helpers import Store, keep, prefetched, three_tiers, wipe
 from tiered_cache import Hits
 
@@ -47,6 +47,26 @@ async def test_prefetch_brings_it_to_the_host() -> None:
         assert r.host.evictable == 10
         async with r.cache.lease([*tokens, 1]) as lease:
             assert lease.hits == Hits(host=40)
+
+
+async def test_what_others_compute_meanwhile_is_not_storages() -> None:
+    """Storage was asked and had nothing. What another lease has left on the host by the time of the
+    grant is the host's, not what a prefetch brought."""
+    tokens = seq("A", 40)
+    async with three_tiers(pages=11) as (r, store):
+        first = await r.lease(tokens)
+        second, third = (start(r.lease(wanted)) for wanted in (seq("B", 40), [*tokens, 1]))
+        await turns()
+        await r.compute(first)
+        await r.cache.drain()  # on the host, too: the device needs its pages for the second
+        await first.aclose()
+        await r.compute(await second)
+        await second.result().aclose()
+        lease = await third
+        assert lease.hits == Hits(host=40)
+        await lease.aclose()
+        assert r.counters.tokens_hit_storage == 0
+        assert store.has(tokens) == "S" * 10
 
 
 async def test_namespaces_do_not_meet_in_storage() -> None:

@@ -62,6 +62,9 @@ ERRORS: Final = (
     asyncio.CancelledError(),
 )
 
+MAX_CALLS: Final = 12
+"""Whose limits somebody may wait for one after the other; who waits longer, waits for what hangs."""
+
 NOBODY: Final = "nobody"
 """A namespace in which nothing was published."""
 
@@ -199,7 +202,7 @@ class ThirdTier:
             return faults
         at: Any = draws.choice(("before", "inside", "after"))
         is_stubborn = draws.random() < 0.5
-        late = draws.choice(CALL_S)
+        late = draws.choice(CALL_S) * (1.5 if call.op == "write" else 1.0)
         if draws.random() < shape.late:
             late += draws.choice(LATE_S)
         if late:
@@ -319,7 +322,10 @@ class ThirdTier:
                 (None, "wait_complete", "wait_complete", "timeout", "best_effort")
             )
             timeout = draws.choice((None, None, None, 0, 1, 3))
+            began = schedule.loop.time()
             reached = await handle.wait(policy, timeout)
+            took = schedule.loop.time() - began
+            assert took <= MAX_CALLS * self.shape.timeout, f"waited {took} s: {handle.why}"
             assert handle.is_done
             assert handle.why
         elif how == "end":
@@ -493,9 +499,12 @@ class ThirdTier:
         """What holds between any two callbacks."""
         for backend in self._backends:
             assert backend.violations == [], backend.violations
+        tier, size = self.schedule.controller.storage, self.schedule.page_size
+        if tier is not None:
+            quota = max(1, self.schedule.shape.host_pages // 2)
+            assert tier.prefetches.num_pages <= quota, "more than prefetches may have"
         if self._num_changing:
             return
-        size = self.schedule.page_size
         for node in self.schedule.cache.tree.nodes():
             if node.data[BASE].stored:
                 keys = page_keys(node.namespace.cache_salt, path_tokens(node), size)

@@ -197,6 +197,8 @@ class StorageTier:
             breaker.close()
 
     def _connect_later(self) -> None:
+        if self._is_closed:
+            return  # while it was tried
         self._later(self._retry_s, lambda: self._around.spawn(self._connect_again(), "connect"))
         self._retry_s = min(2 * self._retry_s, self.parts.settings.breaker.max_retry_after)
 

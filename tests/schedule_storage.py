@@ -63,7 +63,7 @@ ERRORS: Final = (
 )
 
 MAX_CALLS: Final = 12
-"""Whose limits somebody may wait for one after the other; who waits longer, waits for what hangs."""
+"""Whose limits somebody may wait for one after the other; who waits longer waits for a hung one."""
 
 NOBODY: Final = "nobody"
 """A namespace in which nothing was published."""

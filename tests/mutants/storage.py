@@ -354,6 +354,15 @@ MUTANTS: Final = [
         test=OPTIONS + "test_retry_after_is_when_it_is_tried_again",
     ),
     Mutant(
+        id="a-breaker-that-is-opened-twice-is-not-probed",
+        rule="§10.9",
+        harm="a store that is well again is not asked before a request has to find out",
+        file=TIER,
+        old="            self._probe_later()  # it was opened once more meanwhile\n",
+        new="            pass\n",
+        test=ENDS + "test_a_breaker_that_is_opened_twice_is_probed",
+    ),
+    Mutant(
         id="a-call-that-hangs-keeps-its-turn",
         rule="§9.3",
         harm="a hang: one call that does not end stops all others",

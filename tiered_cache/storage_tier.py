@@ -193,14 +193,18 @@ class StorageTier:
                 raise
             self._connection.reason = said(error)
             raise BackendError(self._connection.reason) from error
-        if self._is_closed:  # meanwhile
-            self._begin_to_close()
+        finally:
+            if self._is_closed and self._opened:  # meanwhile
+                self._begin_to_close()
+        if self._is_closed:
             return
         self._connection.backend = backend
         for breaker in (self.reads, self.writes):
             breaker.close()
 
     def _connect_later(self) -> None:
+        if self._is_closed:
+            return  # while it was tried
         self._later(self._retry_s, self._connect_again, "connect")
         self._retry_s = min(2 * self._retry_s, self.parts.settings.breaker.max_retry_after)
 
@@ -261,7 +265,7 @@ class StorageTier:
     async def _probe(self) -> None:
         if not (self.is_connected and self.reads.state is HealthState.OPEN):
             return
-        if not self.reads.is_due:  # it has failed again in another way
+        if not self.reads.is_due:  # it was opened once more meanwhile
             self._probe_later()
             return
         with suppress(BackendError):  # the breaker has taken note, and asks for another

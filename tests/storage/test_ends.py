@@ -16,6 +16,7 @@ from tests.tier_helpers import on_tier, until
 from tiered_cache import build
 from tiered_cache.storage.backend import ReadResult
 from tiered_cache.testing.faulty_backend import CallGate
+from tiered_cache.types import Boundary
 
 A, B = seq("A", 32), seq("B", 32)
 
@@ -211,3 +212,79 @@ async def test_what_is_given_up_for_a_lost_page_is_counted() -> None:
         store.faults.remove(lost)
         assert on_tier(r, [*A, *B])[8:] == "-" * 8
         assert r.counters.tokens_dropped == before + 32
+
+
+async def test_what_makes_room_for_a_copy_may_be_below_it() -> None:
+    """Schedule 712: the path to be copied ended at a node that only the host had, which was given
+    up for the copy's rows; nobody gave those back."""
+    async with three_tiers(rows=8) as (r, _):
+        controller = r.cache._controller
+        assert controller.host_pages is not None
+        await r.serve(A)
+        await r.cache.drain()
+        controller.host_pages.evict([8])
+        await r.serve([*A, *B])
+        await r.cache.drain()
+        controller.accounts.evict([8])
+        below = next(node for node in r.cache.tree.nodes() if node.end == 64)
+        assert on_tier(r, [*A, *B]) == "D" * 8 + "H" * 8
+        policy: Any = controller.write_policy
+        policy._queue.append(Boundary(below, 64))
+        r.cache.tree.believe_stored(below.parent, 0, is_stored=False)  # type: ignore[arg-type]
+        policy.look_again()
+        await r.cache.drain()
+        r.check()
+        assert on_tier(r, A) == "B" * 8
+
+
+async def test_a_call_that_hangs_gives_its_turn_away() -> None:
+    """§9.3: others go on in its stead; when it has ended after all, there are as many turns as
+    before."""
+    gates = [CallGate(), CallGate()]
+    storage = {"timeout": 0.05, "max_concurrency": 1}
+    async with three_tiers(pages=128, rows=128, storage=storage) as (r, store):
+        await keep(r, A, B)
+        hung = store.fault("read", gate=gates[0], stubborn=True)
+        assert await soon(prefetched(r, A)) == 0
+        store.faults.remove(hung)
+        assert await soon(prefetched(r, B)) == 32
+        gates[0].open()
+        await r.cache.drain()
+        wipe(r)
+        store.fault("read", gate=gates[1])
+        handles = [r.cache.prefetch(tokens) for tokens in (A, B)]
+        await gates[1].reached()
+        gates[1].open()
+        for handle in handles:
+            await handle.wait("wait_complete")
+            handle.close()
+        limited: Any = r.cache._controller.storage.io._limited  # type: ignore[union-attr]
+        assert limited._turns._value - limited._surplus == 1
+
+
+async def test_a_call_that_ends_late_has_failed() -> None:
+    """§9.3: that it ends well after all says nothing for the backend: two in a row are too many."""
+    storage = {"timeout": 0.03, "breaker": {"failures": 2, "retry_after": 20}}
+    async with three_tiers(storage=storage) as (r, store):
+        await keep(r, A)
+        for _ in range(2):
+            gate = CallGate()
+            store.fault("contains", gate=gate, times=1)
+            assert await soon(prefetched(r, A)) == 0
+            gate.open()
+            await r.cache.drain()
+        health = r.cache.storage.health()
+        assert health.reads == "open"
+        assert "no answer within" in health.reason
+
+
+async def test_a_breaker_that_is_opened_twice_is_probed() -> None:
+    """Schedule 22520: too many calls hung, and each opened it anew; the probe came before its new
+    time, was refused, and no other came."""
+    storage = {"breaker": {"retry_after": 0.02, "max_retry_after": 0.04}}
+    async with three_tiers(storage=storage) as (r, _):
+        reads = r.cache._controller.storage.reads  # type: ignore[union-attr]
+        reads.open("5 calls hang")
+        await asyncio.sleep(0.01)
+        reads.open("6 calls hang")
+        await until(lambda: r.cache.storage.health().reads == "closed")

@@ -265,8 +265,8 @@ class StorageTier:
     async def _probe(self) -> None:
         if not (self.is_connected and self.reads.state is HealthState.OPEN):
             return
-        if not self.reads.is_due:  # it was opened once more meanwhile
-            self._probe_later()
+        if not self.reads.is_due:
+            self._probe_later()  # it was opened once more meanwhile
             return
         with suppress(BackendError):  # the breaker has taken note, and asks for another
             await self.io.contains(BASE, [bytes(KEY_BYTES)[: -len(self.parts.formats[BASE].scope)]])

@@ -222,6 +222,15 @@ MUTANTS: Final = [
         test=BACKUP_TESTS + "test_below_what_could_not_be_written_nothing_is",
     ),
     Mutant(
+        id="what-is-stored-stands-for-what-is-above-it",
+        rule="§10.4",
+        harm="pages are kept that cannot be reached, until a shorter prefix is used",
+        file=BACKUP,
+        old="                is_end = True  # what is above may still be missing",
+        new="                break  #",
+        test=BACKUP_TESTS + "test_what_storage_lacks_above_what_it_has_is_written",
+    ),
+    Mutant(
         id="a-failed-write-is-believed",
         rule="§8.4",
         harm="the host gives up what is nowhere else",

@@ -80,7 +80,7 @@ MUTANTS: Final = [
         rule="§12.2",
         harm="a crash in the backend's own code",
         file=TIER,
-        old="                await self._connection.idle()\n",
+        old="        await self._connection.idle()\n",
         new="",
         test=ENDS + "test_no_backend_is_closed_under_a_call",
     ),

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import functools
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, Final
+from unittest import mock
 
 from tests.lease_helpers import P, Rig, rig
-from tiered_cache import RadixKey
-from tiered_cache.storage.backend import SCOPE_BYTES, ObjectKey
+from tiered_cache import RadixKey, build
+from tiered_cache.config import schema
+from tiered_cache.storage.backend import SCOPE_BYTES, ObjectKey, StorageBackend
 from tiered_cache.testing.faulty_backend import Fault, FaultyBackend
+from tiered_cache.testing.loop import DeterministicLoop, SeededExecutor
 from tiered_cache_memory import MemoryBackend
 
 MODEL: Final = {
@@ -68,6 +73,10 @@ async def three_tiers(
     store = store or Store()
     section = {"backend": "memory", "prefetch": {"threshold": 0}, **(storage or {})}
     given = {"storage_backend": store, **(options or {})}
+    loop = asyncio.get_running_loop()
+    if isinstance(loop, DeterministicLoop):  # only what a test delays takes time
+        names = ("run_executor", "copy_executor", "io_executor")
+        given = {name: SeededExecutor(loop, durations=(0.0,)) for name in names} | given
     async with rig(
         pages,
         host={"tokens": rows * P, **(host or {})},
@@ -78,6 +87,26 @@ async def three_tiers(
         await r.cache.drain()
         yield r, store
     assert store.violations == []
+
+
+def on_virtual_clock(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test on the deterministic loop, where seconds pass when nobody has anything to do. Its
+    argument `seed`, if it has one, is the loop's."""
+
+    @functools.wraps(test)
+    def run(**arguments: Any) -> None:
+        with (  # what is looked up on disk elsewhere, and would be here on the loop's own thread
+            mock.patch.object(schema, "installed_backends", return_value=["memory"]),
+            opens(MemoryBackend),
+        ):
+            DeterministicLoop(arguments.get("seed", 0)).run(test(**arguments))
+
+    return run
+
+
+def opens(backend: type[StorageBackend]) -> contextlib.AbstractContextManager[Any]:
+    """Whatever a configuration names, this is what is opened."""
+    return mock.patch.object(build, "load_backend", return_value=backend)
 
 
 def wipe(r: Rig) -> None:

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Final
 from unittest import mock
 
@@ -20,7 +20,7 @@ import uvloop
 
 import tiered_cache
 from tests.lease_helpers import P, Rig, chunk_of, seq, settings, start, turns
-from tests.storage_helpers import MODEL, Store, keep
+from tests.storage_helpers import MODEL, Store, keep, opens
 from tiered_cache import (
     BackendError,
     ClosedError,
@@ -30,7 +30,6 @@ from tiered_cache import (
     StaleError,
     UnifiedRadixCache,
     backup,
-    build,
     controller,
     prefetch,
     storage_tier,
@@ -565,11 +564,6 @@ async def storage_stage(
     assert store.violations == []
     assert store.under_way == []
     assert store.num_calls["aclose"] == 1
-
-
-def opens(backend: type[StorageBackend]) -> AbstractContextManager[Any]:
-    """Whatever a configuration names, this is what is opened."""
-    return mock.patch.object(build, "load_backend", return_value=backend)
 
 
 class SomeTurns(CallGate):

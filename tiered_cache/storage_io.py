@@ -377,19 +377,17 @@ class StorageIO:
         if hung.done():
             return
         self._num_hung += 1
-        is_replaced = self._num_hung <= MAX_REPLACED
-        if is_replaced:
-            self._limited.replace_one()
+        if self._num_hung <= MAX_REPLACED:
+            self._limited.replace(hung)
             self._context.replace_hung(self._num_hung)
         else:
             for breaker in (self.reads, self.writes):
                 breaker.open(f"{self._num_hung} calls hang")
-        hung.add_done_callback(partial(self._hung_ended, is_replaced))
+        hung.add_done_callback(self._hung_ended)
 
-    def _hung_ended(self, is_replaced: bool, _: asyncio.Task[None]) -> None:
+    def _hung_ended(self, hung: asyncio.Task[None]) -> None:
         self._num_hung -= 1
-        if is_replaced:
-            self._limited.take_back_one()
+        self._limited.hung_ended(hung)
 
     # --- looking ----------------------------------------------------------------------------------
 

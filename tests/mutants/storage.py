@@ -17,6 +17,7 @@ POLICIES: Final = "tiered_cache/write_policies.py"
 RADIX: Final = "tiered_cache/tree/radix.py"
 PREFETCH_TESTS: Final = "tests/storage/test_prefetch.py::"
 BACKUP_TESTS: Final = "tests/storage/test_backup.py::"
+HEALTH: Final = "tests/storage/test_health.py::"
 ENDS: Final = "tests/storage/test_ends.py::"
 THREE: Final = "tests/storage/test_three_tiers.py::"
 OPTIONS: Final = "tests/storage/test_options.py::"
@@ -376,7 +377,7 @@ MUTANTS: Final = [
         rule="§9.3",
         harm="a hang: one call that does not end stops all others",
         file=IO,
-        old="            self._limited.replace_one()\n",
+        old="            self._limited.replace(hung)\n",
         new="            pass\n",
         test=ENDS + "test_a_call_that_hangs_gives_its_turn_away",
     ),
@@ -385,9 +386,27 @@ MUTANTS: Final = [
         rule="§9.3",
         harm="more calls at a time than a store was promised, after each that was late",
         file=WRAPPERS,
-        old="                self._surplus -= 1\n",
-        new="                self._turns.release()\n                self._surplus -= 1\n",
-        test=ENDS + "test_a_call_that_hangs_gives_its_turn_away",
+        old="                self._replaced.remove(task)\n",
+        new="                self._replaced.remove(task)\n                self._turns.release()\n",
+        test=HEALTH + "test_calls_that_hang_are_replaced_four_times",
+    ),
+    Mutant(
+        id="a-turn-is-given-to-who-never-had-one",
+        rule="§9.3",
+        harm="more calls at a time than a store was promised, after each that was given up",
+        file=WRAPPERS,
+        old="            self._surplus += 1\n",
+        new="            pass\n",
+        test=HEALTH + "test_a_turn_that_was_never_taken_is_taken_back",
+    ),
+    Mutant(
+        id="a-probe-on-another-loop-fails",
+        rule="§10.9",
+        harm="on uvloop a timer has no time once it is due, and storage is never probed again",
+        file=TIER,
+        old="            self._timers.remove(timer)\n",
+        new="            self._timers = [old for old in self._timers if old.when() > 0]\n",
+        test=HEALTH + "test_a_probe_that_is_due_at_once_is_made[uvloop]",
     ),
     Mutant(
         id="a-late-end-closes-the-breaker",

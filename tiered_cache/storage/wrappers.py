@@ -66,15 +66,19 @@ class Limited(Wrapper):
         self._turns = asyncio.Semaphore(limit)
         self._queued = queued
         self._num_waiting = 0
+        self._replaced: set[asyncio.Task[None]] = set()
         self._surplus = 0
 
-    def replace_one(self) -> None:
-        """A call under way hangs: another may start in its stead."""
+    def replace(self, hung: asyncio.Task[None]) -> None:
+        """A task's call hangs: another may start in its stead."""
+        self._replaced.add(hung)
         self._turns.release()
 
-    def take_back_one(self) -> None:
-        """A call that was replaced has ended after all."""
-        self._surplus += 1
+    def hung_ended(self, hung: asyncio.Task[None]) -> None:
+        """The task has ended after all."""
+        if hung in self._replaced:  # it never had a turn that it could have given back
+            self._replaced.remove(hung)
+            self._surplus += 1
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
@@ -86,7 +90,10 @@ class Limited(Wrapper):
         try:
             yield
         finally:
-            if self._surplus:
+            task = asyncio.current_task()
+            if task in self._replaced:
+                self._replaced.remove(task)
+            elif self._surplus:
                 self._surplus -= 1
             else:
                 self._turns.release()

@@ -45,10 +45,13 @@ if TYPE_CHECKING:
 
 ROW_BYTES: Final = 4096
 
-LATE_S: Final = (0.0, 0.5, 1.0, 2.0, 3.0, 6.0, 20.0)
+CALL_S: Final = (0.0, 0.0, 0.5, 1.0)
+"""What a call takes that is not late."""
+
+LATE_S: Final = (1.0, 2.0, 3.0, 6.0, 20.0, 200.0)
 """How much later a call that is late goes on; the last ones are beyond every limit here."""
 
-WELL_S: Final = 60.0
+WELL_S: Final = 300.0
 """By then everything has ended that was late, and every breaker has tried again."""
 
 ERRORS: Final = (
@@ -92,13 +95,13 @@ class StorageShape:
             timeout=draws.choice((2.0, 2.0, 4.0)),
             concurrency=draws.choice((1, 2, 8)),
             threshold=draws.choice((0, 0, 0, 2 * page_size + 1)),
-            policy=draws.choice(("timeout", "wait_complete", "wait_complete", "best_effort")),
-            prefetch_s=draws.choice((0.5, 1.0, 3.0)),
+            policy=draws.choice(("timeout",) * 3 + ("wait_complete",) * 5 + ("best_effort",)),
+            prefetch_s=draws.choice((0.5, 2.0, 4.0)),
             result_ttl=draws.choice((1.0, 5.0, 30.0)),
             max_pending=draws.choice((2, 8, 1000)),
             failures=draws.choice((1, 3, 5)),
             raising=0.0 if is_calm else draws.choice((0.0, 0.05, 0.15)),
-            late=0.1 if is_calm else draws.choice((0.1, 0.3)),
+            late=0.05 if is_calm else draws.choice((0.05, 0.3)),
             lying=0.0 if is_calm else draws.choice((0.0, 0.1, 0.2)),
             spoiling=draws.choice((0.0, 0.2)),
             changing=draws.choice((0.0, 0.0, 0.1, 0.3)),
@@ -196,8 +199,10 @@ class ThirdTier:
             return faults
         at: Any = draws.choice(("before", "inside", "after"))
         is_stubborn = draws.random() < 0.5
+        late = draws.choice(CALL_S)
         if draws.random() < shape.late:
-            late = draws.choice(LATE_S)
+            late += draws.choice(LATE_S)
+        if late:
             faults.append(Fault(call.op, at=at, delay=late, stubborn=is_stubborn))
         if draws.random() < shape.raising:
             self.schedule.meet("storage calls that raise")
@@ -333,7 +338,7 @@ class ThirdTier:
         schedule, draws, cache = self.schedule, self.schedule.draws, self.schedule.cache
         if not cache.storage:
             await self._attach()
-        elif draws.random() < 0.3:
+        elif draws.random() < 0.15:
             schedule.meet("clears")
             try:
                 await cache.storage.clear()
@@ -367,7 +372,7 @@ class ThirdTier:
 
     async def _attach(self) -> None:
         cache, draws = self.schedule.cache, self.schedule.draws
-        if not cache.storage and not self._num_changing and draws.random() < 0.3:
+        if not cache.storage and not self._num_changing and draws.random() < 0.15:
             self.schedule.meet("other stores")
             self.kept = Kept()
             self.schedule.forget()

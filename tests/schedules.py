@@ -73,7 +73,7 @@ TOKEN_STATE_BYTES: Final = 32
 
 WRITE_POLICIES: Final = ("write_through", "write_through_selective", "write_back")
 
-MAX_SECONDS: Final = 1_000
+MAX_SECONDS: Final = 4_000
 """Of virtual time; more is taken for a schedule in which somebody waits for what nobody does."""
 
 MAX_STEPS: Final = 60
@@ -127,7 +127,7 @@ class Shape:
         return cls(
             write_policy=draws.choice(WRITE_POLICIES),
             device_pages=device_pages,
-            host_pages=smaller if draws.random() < 0.3 else larger,
+            host_pages=smaller if draws.random() < (0.5 if storage else 0.3) else larger,
             eviction_policy=draws.choice(("lru", "lru", "lru", "lfu", "slru")),
             threshold=draws.choice((1, 1, 1, 2 * page_size + 1)),
             run_threads=draws.choice((1, 1, 2)),
@@ -427,7 +427,7 @@ class Schedule:
             if draws.random() < 0.8:
                 await asyncio.wait(self._actors, timeout=draws.choice((0, 20, 100)))
                 await self._demote()
-                if self.third and draws.random() < 0.6:
+                if self.third and draws.random() < 0.8:
                     await self._wipe_host()
             family, length = draws.choice(families), self._length()
             if draws.random() < 0.8 and not self.cache.closed:  # what the host has most of
@@ -577,7 +577,7 @@ class Schedule:
                 cache_salt=salt,
                 reserve=min(reserve, room),
                 priority=draws.choice((0, 0, 1)),
-                layerwise=draws.random() < 0.5,
+                layerwise=draws.random() < 0.6,
                 timeout=timeout,
                 load_timeout=draws.choice((None, None, None, 0, 0.5, 1)),
             ) as lease:

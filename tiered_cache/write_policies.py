@@ -114,6 +114,9 @@ class Storing(NamedTuple):
         """Copy of a part on the path to `node` what the host has room for; how many pages that
         are."""
         assert part.ids is not None, "a piece to store says where it is"
+        # The node that the device has: what only the host has below it may make room now.
+        while node.parent is not None and node.parent.end >= part.stop:
+            node = node.parent
         rows = self.host.take_up_to(BASE, len(part.ids))
         if len(rows):
             end = Boundary(node, part.start + len(rows) * self.tree.page_size)

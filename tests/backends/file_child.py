@@ -17,9 +17,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "backends")]
-package = types.ModuleType("tiered_cache")  # its own names would load the library, and torch
-package.__path__ = [str(ROOT / "tiered_cache")]
-sys.modules["tiered_cache"] = package
+if "tiered_cache" not in sys.modules:  # as in the test that looks here for names
+    package = types.ModuleType("tiered_cache")  # its own names would load the library, and torch
+    package.__path__ = [str(ROOT / "tiered_cache")]
+    sys.modules["tiered_cache"] = package
 
 from tiered_cache.storage.record import RecordFormat, fingerprint  # noqa: E402
 from tiered_cache.testing.backend_scene import ThreadContext  # noqa: E402

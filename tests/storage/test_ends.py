@@ -16,6 +16,7 @@ from tests.tier_helpers import on_tier, until
 from tiered_cache import build
 from tiered_cache.storage.backend import ReadResult
 from tiered_cache.testing.faulty_backend import CallGate
+from tiered_cache.types import Boundary
 
 A, B = seq("A", 32), seq("B", 32)
 
@@ -211,3 +212,26 @@ async def test_what_is_given_up_for_a_lost_page_is_counted() -> None:
         store.faults.remove(lost)
         assert on_tier(r, [*A, *B])[8:] == "-" * 8
         assert r.counters.tokens_dropped == before + 32
+
+
+async def test_what_makes_room_for_a_copy_may_be_below_it() -> None:
+    """Schedule 712: the path to be copied ended at a node that only the host had, which was given
+    up for the copy's rows; nobody gave those back."""
+    async with three_tiers(rows=8) as (r, _):
+        controller = r.cache._controller
+        assert controller.host_pages is not None
+        await r.serve(A)
+        await r.cache.drain()
+        controller.host_pages.evict([8])
+        await r.serve([*A, *B])
+        await r.cache.drain()
+        controller.accounts.evict([8])
+        below = next(node for node in r.cache.tree.nodes() if node.end == 64)
+        assert on_tier(r, [*A, *B]) == "D" * 8 + "H" * 8
+        policy: Any = controller.write_policy
+        policy._queue.append(Boundary(below, 64))
+        r.cache.tree.believe_stored(below.parent, 0, is_stored=False)  # type: ignore[arg-type]
+        policy.look_again()
+        await r.cache.drain()
+        r.check()
+        assert on_tier(r, A) == "B" * 8

@@ -23,7 +23,7 @@ from tiered_cache.jobs import DaemonExecutor, run_to_end, submit, threads_ended
 from tiered_cache.storage.backend import ReadResult, WriteResult
 from tiered_cache.storage.record import Arrivals, RecordFormat, fingerprint
 from tiered_cache_file import FileBackend, FileOptions
-from tiered_cache_file.layout import Layout
+from tiered_cache_file.layout import NUM_BUCKETS, Layout
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -121,6 +121,8 @@ class _Bench:
             arena[start : start + self.row_bytes] for start in range(0, CALL_BYTES, self.row_bytes)
         ]
         os.mkdir(f"{self.folder}/plain")
+        for bucket in range(NUM_BUCKETS):  # made once in the life of a directory, not in every call
+            os.makedirs(self.layout.bucket(self.record.scope, bucket), exist_ok=True)
 
     def batch(self) -> _Batch:
         page_keys = [secrets.token_bytes(32) for _ in self.rows]

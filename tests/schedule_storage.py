@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 ROW_BYTES: Final = 4096
 
-CALL_S: Final = (0.0, 0.0, 0.5, 1.0)
+CALL_S: Final = (0.0, 0.5, 1.0, 1.0)
 """What a call takes that is not late."""
 
 LATE_S: Final = (1.0, 2.0, 3.0, 6.0, 20.0, 200.0)
@@ -61,6 +61,9 @@ ERRORS: Final = (
     ValueError("no"),
     asyncio.CancelledError(),
 )
+
+MAX_CALLS: Final = 12
+"""Whose limits somebody may wait for one after the other; who waits longer waits for a hung one."""
 
 NOBODY: Final = "nobody"
 """A namespace in which nothing was published."""
@@ -104,7 +107,7 @@ class StorageShape:
             late=0.05 if is_calm else draws.choice((0.05, 0.3)),
             lying=0.0 if is_calm else draws.choice((0.0, 0.1, 0.2)),
             spoiling=draws.choice((0.0, 0.2)),
-            changing=draws.choice((0.0, 0.0, 0.1, 0.3)),
+            changing=draws.choice((0.0, 0.0, 0.0, 0.1, 0.3)),
         )
 
     def section(self, page_size: int) -> dict[str, Any]:
@@ -199,7 +202,7 @@ class ThirdTier:
             return faults
         at: Any = draws.choice(("before", "inside", "after"))
         is_stubborn = draws.random() < 0.5
-        late = draws.choice(CALL_S)
+        late = draws.choice(CALL_S) * (1.5 if call.op == "write" else 1.0)
         if draws.random() < shape.late:
             late += draws.choice(LATE_S)
         if late:
@@ -272,9 +275,26 @@ class ThirdTier:
 
     # --- what is done with it ---------------------------------------------------------------------
 
+    def most_kept(self) -> tuple[str, list[int]]:
+        """Of some prefixes, the one with most pages in storage that are nowhere else."""
+        schedule, size = self.schedule, self.schedule.page_size
+        best, most = ("", list[int]()), -1
+        known = sorted(schedule.known)
+        for salt, data in schedule.draws.sample(known, min(6, len(known))):
+            tokens = np.frombuffer(data, np.int64).tolist()
+            num_kept = 0
+            if not schedule.cache.closed:
+                num_kept = -(schedule.match(salt, tokens, None).best_length // size)
+            num_kept += sum(map(self._is_kept, page_keys(salt, data, size)))
+            if num_kept > most:
+                best, most = (salt, tokens), num_kept
+        return best
+
     async def prefetch(self, tokens: list[int], salt: str) -> None:
         """Somebody who has a prefix brought ahead of need."""
         cache, schedule, draws = self.schedule.cache, self.schedule, self.schedule.draws
+        if draws.random() < 0.7 and schedule.known:
+            salt, tokens = self.most_kept()
         is_detached = draws.random() < 0.2
         try:
             handle = cache.prefetch(tokens, cache_salt=salt, detach=is_detached)
@@ -302,7 +322,10 @@ class ThirdTier:
                 (None, "wait_complete", "wait_complete", "timeout", "best_effort")
             )
             timeout = draws.choice((None, None, None, 0, 1, 3))
+            began = schedule.loop.time()
             reached = await handle.wait(policy, timeout)
+            took = schedule.loop.time() - began
+            assert took <= MAX_CALLS * self.shape.timeout, f"waited {took} s: {handle.why}"
             assert handle.is_done
             assert handle.why
         elif how == "end":
@@ -476,9 +499,12 @@ class ThirdTier:
         """What holds between any two callbacks."""
         for backend in self._backends:
             assert backend.violations == [], backend.violations
+        tier, size = self.schedule.controller.storage, self.schedule.page_size
+        if tier is not None:
+            quota = max(1, self.schedule.shape.host_pages // 2)
+            assert tier.prefetches.num_pages <= quota, "more than prefetches may have"
         if self._num_changing:
             return
-        size = self.schedule.page_size
         for node in self.schedule.cache.tree.nodes():
             if node.data[BASE].stored:
                 keys = page_keys(node.namespace.cache_salt, path_tokens(node), size)

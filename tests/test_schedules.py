@@ -1,4 +1,5 @@
-"""Thousands of schedules of two tiers, all different, and what they must have met (`schedules`)."""
+"""Thousands of schedules of two and three tiers, all different, and what they must have met
+(`schedules`)."""
 
 from __future__ import annotations
 
@@ -63,6 +64,42 @@ FLOORS: Final = {
     "batches": 1_000,
     "requests of an engine": 1_000,
     "loads by an engine": 200,
+    # Storage: what comes from there.
+    "tokens_hit_storage": 2_000,
+    "reads that brought something": 700,
+    "reads that brought a part": 30,
+    "prefetches_joined": 250,
+    "prefetches_refused": 120,
+    "prefetches_timed_out": 1_000,
+    "detached prefetches": 500,
+    "prefetches left to their time": 400,
+    "read by another cache": 300,
+    # What goes there.
+    "backups_failed": 800,
+    "backups_refused": 50,
+    "backups_skipped": 150,
+    "storage: objects_existing": 40,
+    "storage: objects_deleted": 60,
+    "splits while a backup is under way": 50,
+    # What is wrong with it.
+    "storage: calls_timed_out": 800,
+    "storage: objects_corrupt": 100,
+    "storage: objects_missing": 40,
+    "storage calls that raise": 500,
+    "contains with a lie": 500,
+    "read with a lie": 25,
+    "write with a lie": 100,
+    "objects spoilt behind the cache's back": 500,
+    # Who ends, or comes, in the middle of it.
+    "reads given up under way": 200,
+    "cancelled with storage calls under way": 150,
+    "resets with storage calls in flight": 60,
+    "detaches with storage calls under way": 60,
+    "attaches": 500,
+    "other stores": 50,
+    "clears": 100,
+    "restarts": 800,
+    "restarts with storage calls under way": 10,
     # What the proofs could prove.
     "found what was published": 5_000,
 }

@@ -197,6 +197,8 @@ class StorageTier:
             breaker.close()
 
     def _connect_later(self) -> None:
+        if self._is_closed:
+            return  # while it was tried
         self._later(self._retry_s, lambda: self._around.spawn(self._connect_again(), "connect"))
         self._retry_s = min(2 * self._retry_s, self.parts.settings.breaker.max_retry_after)
 
@@ -232,8 +234,10 @@ class StorageTier:
         if new is HealthState.OPEN and breaker is self.reads and self.is_connected:
             # A probe finds out, so that no request has to. Writes are nobody's request: the next
             # backup finds out.
-            delay_s = max(0.0, breaker.retry_at - self._loop.time())
-            self._later(delay_s, self._start_probe)
+            self._probe_later()
+
+    def _probe_later(self) -> None:
+        self._later(max(0.0, self.reads.retry_at - self._loop.time()), self._start_probe)
 
     def _later(self, delay_s: float, action: Callable[[], object]) -> None:
         self._timers = [timer for timer in self._timers if timer.when() > self._loop.time()]
@@ -245,8 +249,12 @@ class StorageTier:
         self._timers.clear()
 
     def _start_probe(self) -> None:
-        if self.is_connected and self.reads.state is HealthState.OPEN:
+        if not self.is_connected or self.reads.state is not HealthState.OPEN:
+            return
+        if self.reads.is_due:
             self._around.spawn(self._probe(), "storage probe")
+        else:
+            self._probe_later()  # it was opened once more meanwhile
 
     async def _probe(self) -> None:
         with suppress(BackendError):  # the breaker has taken note, and asks for another

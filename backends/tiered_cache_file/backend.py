@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from tiered_cache.storage import BackendStats, StorageBackend
 from tiered_cache.storage.backend import ignore_arrivals
-from tiered_cache_file.directory import Directory, Item
+from tiered_cache_file.directory import Directory
 from tiered_cache_file.layout import NUM_BUCKETS, prepare
 from tiered_cache_file.options import FileOptions
+from tiered_cache_file.reading import Item
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -43,7 +44,7 @@ class FileBackend(StorageBackend):
     def __init__(self, directory: Directory, context: BackendContext) -> None:
         self._directory = directory
         self._context = context
-        self._listing = False
+        self._is_listing = False
         self._closed = False
 
     @classmethod
@@ -57,8 +58,8 @@ class FileBackend(StorageBackend):
 
         try:
             await context.run(make)
-            await context.run(made[0].list_all)
-            await context.run(made[0].trim)
+            await context.run(made[0].room.list_all)
+            await context.run(made[0].room.trim)
         except BaseException:
             for directory in made:  # also when it was cancelled and made all the same
                 directory.close()
@@ -66,7 +67,7 @@ class FileBackend(StorageBackend):
         return cls(made[0], context)
 
     async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        stamps = self._directory.clock.falling(len(keys))
+        stamps = self._directory.room.clock.falling(len(keys))
         return await self._all(
             self._directory.contains,
             [
@@ -81,30 +82,37 @@ class FileBackend(StorageBackend):
         rows: Sequence[memoryview],
         arrived: Callable[[int, int], None] = ignore_arrivals,
     ) -> list[ReadResult]:
-        return await self._all(
-            self._directory.read, [(items, arrived) for items in self._parts(keys, rows)]
-        )
+        stamps = self._directory.room.clock.falling(len(keys))
+        parts = self._parts(keys, rows, stamps)
+        return await self._all(self._directory.read, [(items, arrived) for items in parts])
 
     async def write(
         self, keys: Sequence[ObjectKey], rows: Sequence[memoryview]
     ) -> list[WriteResult]:
-        parts = self._parts(keys, rows)
-        if not parts:
+        if not keys:
             return []
-        if self._directory.wants_listing and not self._listing:
-            self._listing = True
+        await self._list_in_time()
+        clock = self._directory.room.clock
+        stamps = clock.falling(len(keys))
+        parts = self._parts(keys, rows, stamps)
+        with clock.writing(stamps):
+            return await self._all(self._directory.write, [(items,) for items in parts])
+
+    async def _list_in_time(self) -> None:
+        """One call pays for it while the others go on. When nobody has, all would have to wait."""
+        if self._directory.room.wants_listing and not self._is_listing:
+            self._is_listing = True
             try:
-                await self._context.run(self._directory.list_all)
+                await self._context.run(self._directory.room.list_all)
             finally:
-                self._listing = False
-        return await self._all(self._directory.write, [(items,) for items in parts])
+                self._is_listing = False
 
     async def delete(self, keys: Sequence[ObjectKey]) -> None:
         for start in range(0, len(keys), JOB_KEYS):
             await self._context.run(self._directory.delete, keys[start : start + JOB_KEYS])
 
     async def clear(self, scope: bytes) -> int:
-        if scope not in await self._context.run(self._directory.scopes):
+        if scope not in await self._context.run(self._directory.objects.scopes):
             return 0
         num_gone = 0
         for bucket in range(NUM_BUCKETS):
@@ -113,15 +121,16 @@ class FileBackend(StorageBackend):
         return num_gone
 
     async def scan(self, scope: bytes | None = None) -> AsyncIterator[Sequence[ObjectInfo]]:
-        for each in await self._context.run(self._directory.scopes):
+        objects = self._directory.objects
+        for each in await self._context.run(objects.scopes):
             if scope is None or each == scope:
                 for bucket in range(NUM_BUCKETS):
-                    if found := await self._context.run(self._directory.objects, each, bucket):
+                    if found := await self._context.run(objects.infos, each, bucket):
                         yield found
 
     def stats(self) -> BackendStats:
-        account = self._directory.account
-        return BackendStats(account.num_objects, account.num_bytes, self._directory.max_size)
+        room = self._directory.room
+        return BackendStats(room.account.num_objects, room.account.num_bytes, room.max_size)
 
     async def aclose(self) -> None:
         if self._closed:
@@ -132,9 +141,10 @@ class FileBackend(StorageBackend):
         finally:
             self._directory.close()
 
-    def _parts(self, keys: Sequence[ObjectKey], rows: Sequence[memoryview]) -> list[list[Item]]:
+    def _parts(
+        self, keys: Sequence[ObjectKey], rows: Sequence[memoryview], stamps: range
+    ) -> list[list[Item]]:
         """A batch as jobs: for all threads, but none too large or too small."""
-        stamps = self._directory.clock.falling(len(keys))
         items = map(Item._make, zip(range(len(keys)), keys, rows, stamps, strict=True))
         share = -(-sum(map(len, rows)) // self._context.num_threads)
         return list(_divide(items, min(max(share, MIN_JOB_BYTES), JOB_BYTES)))

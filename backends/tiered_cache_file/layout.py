@@ -38,6 +38,7 @@ files may be removed at any time. Remove the directory only while nothing has it
 PRIVATE_DIR: Final = 0o700
 PRIVATE_FILE: Final = 0o600
 NUM_BUCKETS: Final = 256
+BUCKET_NAMES: Final = tuple(f"{bucket:02x}" for bucket in range(NUM_BUCKETS))
 KEY_BYTES: Final = 48
 
 NOT_FOREIGN: Final = {"lost+found"}
@@ -56,14 +57,15 @@ class Layout:
         self.temporary = f"{root}/tmp"
 
     def path(self, key: ObjectKey) -> str:
-        scope, page_key = key[:SCOPE_BYTES], key[SCOPE_BYTES:]
-        return f"{self.objects}/{scope.hex()}/{bucket_of(key):02x}/{page_key.hex()}"
+        name = key.hex()
+        scope, page_key = name[: 2 * SCOPE_BYTES], name[2 * SCOPE_BYTES :]
+        return f"{self.objects}/{scope}/{BUCKET_NAMES[bucket_of(key)]}/{page_key}"
 
     def scope(self, scope: bytes) -> str:
         return f"{self.objects}/{scope.hex()}"
 
     def bucket(self, scope: bytes, bucket: int) -> str:
-        return f"{self.objects}/{scope.hex()}/{bucket:02x}"
+        return f"{self.objects}/{scope.hex()}/{BUCKET_NAMES[bucket]}"
 
     def make_bucket(self, key: ObjectKey) -> None:
         """The directory that this key's file belongs in."""

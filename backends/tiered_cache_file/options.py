@@ -66,8 +66,7 @@ class FileOptions(BackendOptions):
     max_size: SizeBytes = Field(default=10 << 30, gt=0)
     """Bytes of all objects together, whoever has written them. The least recently used go first."""
     reserve: SizeBytes = Field(default=1 << 30, ge=0)
-    """Free bytes of the file system that are left alone: with less, nothing is kept for which
-    nothing goes."""
+    """Free bytes of the file system that are left alone. Near them the oldest go for what comes."""
     direct: Literal["auto", "never"] = "auto"
     """`auto`: reads go past the page cache when there is more than the machine's memory could
     cache."""

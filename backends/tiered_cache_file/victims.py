@@ -1,22 +1,25 @@
 """Who goes first when room is needed: the least recently used.
 
-A file's modification time is when it was last used; within a batch it falls from the chain's head
-to its tail, so the tail goes first. Listing a large directory takes a second, so one listing serves
-for many evictions: of all objects the oldest are remembered, in order. They stay the oldest, since
-whatever is used or written later is newer; one that was used or removed since is passed over.
+A file's modification time, its stamp, is when it was last used; within a batch it falls from the
+chain's head to its tail, so the tail goes first. Listing a large directory takes a second, so one
+listing serves for many evictions: of all objects the oldest are remembered, in order. They stay the
+oldest, since whatever is used or written later is newer; one that was used or removed since is
+passed over. Only a batch that was being written brings older ones after the listing: its tail comes
+after its head. So nothing as new as such a batch is remembered.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from tiered_cache.storage import ObjectKey
 
@@ -38,7 +41,7 @@ class Victim(NamedTuple):
 
 
 class Victims:
-    """The oldest objects of the last listing, oldest first. Held with the account."""
+    """The oldest objects of the last listing, oldest first. Taken while the account is held."""
 
     __slots__ = ("_low", "_oldest")
 
@@ -46,44 +49,59 @@ class Victims:
         self._oldest: deque[Victim] = deque()
         self._low = 0
 
-    def listed(self, stamps: array[int], keys: Sequence[ObjectKey]) -> None:
-        """Everything there is, in any order."""
+    def listed(self, stamps: array[int], keys: Sequence[ObjectKey], older_than: int) -> None:
+        """Everything there is, in any order. Only what is older counts."""
         num_kept = max(MIN_KEPT, len(keys) // KEPT_SHARE)
         # numpy sorts without the GIL; a list of 200,000 would stop the loop for 0.3 s.
         order = np.argsort(np.frombuffer(stamps, np.int64), kind="stable")[:num_kept].tolist()
-        self._oldest = deque(Victim(stamps[index], keys[index]) for index in order)
         self._low = num_kept // 4 if num_kept < len(keys) else 0
+        self._oldest = deque(
+            Victim(stamps[index], keys[index]) for index in order if stamps[index] < older_than
+        )
 
     @property
     def few(self) -> bool:
         """A listing is due before there are none, since there are more objects than these."""
         return len(self._oldest) < self._low
 
-    def take(self, older_than: int) -> Victim | None:
-        """The oldest, unless it is as new as that."""
-        if self._oldest and self._oldest[0].stamp < older_than:
-            return self._oldest.popleft()
-        return None
+    def take(self) -> Victim | None:
+        """The oldest."""
+        return self._oldest.popleft() if self._oldest else None
 
 
 class Clock:
-    """Gives out modification times: later calls get newer ones, whatever the machine's clock does.
+    """Gives out stamps: later calls get newer ones, whatever the machine's clock does. Only their
+    order matters. Of one event loop, except for what is said to be for threads."""
 
-    Only their order matters.
-    """
-
-    __slots__ = ("_given", "_seen")
+    __slots__ = ("_given", "_seen", "_writing")
 
     def __init__(self) -> None:
         self._given = 0
         self._seen = 0
-
-    def saw(self, stamp: int) -> None:
-        """An object has this one. By one thread at a time; no lock, for the loop must not wait."""
-        self._seen = max(self._seen, stamp)
+        self._writing: set[int] = set()
 
     def falling(self, num: int) -> range:
-        """One for each of a batch, the first the newest, all newer than any before. On the loop."""
+        """One for each of a batch, the first the newest, all newer than any before."""
         length = num * STEP_NS
         self._given = max(time.time_ns(), max(self._given, self._seen) + length)
         return range(self._given, self._given - length, -STEP_NS)
+
+    @contextmanager
+    def writing(self, stamps: range) -> Iterator[None]:
+        """Objects come, in any order, that have these stamps."""
+        oldest = min(stamps)
+        self._writing.add(oldest)
+        try:
+            yield
+        finally:
+            self._writing.remove(oldest)
+
+    def saw(self, stamp: int) -> None:
+        """An object has this one. For threads, one at a time; no lock, for the loop must not
+        wait."""
+        self._seen = max(self._seen, stamp)
+
+    def settled(self) -> int:
+        """Nothing older than this comes any more, of this process. For threads."""
+        newest = max(time.time_ns(), self._given, self._seen) + 1
+        return min((newest, *tuple(self._writing)))  # copied at one go: the loop changes it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -80,7 +81,7 @@ async def kept(backend: FileBackend, numbers: Sequence[int]) -> list[int]:
 
 
 def object_files(root: Path) -> list[Path]:
-    return [path for path in (root / "objects").rglob("*") if path.is_file()]
+    return files_in(root / "objects")
 
 
 def object_bytes(root: Path) -> int:
@@ -89,7 +90,12 @@ def object_bytes(root: Path) -> int:
 
 def temporary_files(root: Path) -> list[Path]:
     """All that is being written, or was when somebody was killed."""
-    return [path for path in (root / "tmp").rglob("*") if path.is_file() and path.name != "alive"]
+    return [path for path in files_in(root / "tmp") if path.name != "alive"]
+
+
+def files_in(root: Path) -> list[Path]:
+    """At any depth. What goes meanwhile may be missed."""
+    return [Path(folder, name) for folder, _, names in os.walk(root) for name in names]
 
 
 def object_file(root: Path, number: int) -> Path:

@@ -120,6 +120,8 @@ async def test_a_key_may_stand_twice_in_a_batch(tmp_path: Path) -> None:
         assert results.count("written") == 1
         assert await got(store, *[1] * 8, num_bytes=num_bytes) == ["read"] * 8
         assert store.stats().num_bytes == num_bytes
+        assert await put(store, 2, 3, 2, 2) == ["written", "written", "exists", "exists"]
+        assert store.stats().num_objects == 3
         assert not temporary_files(tmp_path)
 
 

@@ -319,13 +319,14 @@ async def test_a_missing_row_counts_a_bucket_and_no_more(
     """Nor does it look at each file of it, unless there are fewer than there should be."""
     async with opened(tmp_path) as store:
         await put(store, *range(100))
-        with counted(monkeypatch, store._directory, "_num_names", "_count") as calls:
+        path = object_file(tmp_path, 5)
+        with counted(monkeypatch, os, "listdir", "scandir") as calls:
             assert await got(store, 1000) == ["missing"]
-            assert calls == {"_num_names": 1, "_count": 0}
+            assert calls == {"listdir": 2, "scandir": 0}
             same = next(n for n in range(2000, 9000) if bucket_of(key(n)) == bucket_of(key(5)))
-            object_file(tmp_path, 5).unlink()
+            path.unlink()
             assert await got(store, same) == ["missing"]
-            assert calls == {"_num_names": 2, "_count": 1}
+            assert calls == {"listdir": 4, "scandir": 1}
         assert store.stats().num_objects == 99
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from tests.backends.file_helpers import ROW, got, keys, object_files, opened, put
+from tests.backends.file_helpers import ROW, got, kept, keys, object_files, opened, put
 from tiered_cache.build import build
 from tiered_cache.config import load_config
 from tiered_cache.errors import BackendError, ConfigError
@@ -116,27 +116,64 @@ async def test_max_size_is_a_bound(tmp_path: Path) -> None:
         assert (stats.num_objects, stats.num_bytes, stats.max_bytes) == (3, 3 * ROW, 4 * ROW - 1)
 
 
-Space = namedtuple("Space", "f_bavail f_frsize")
+class Disk:
+    """A file system of so many rows, of which others have taken some."""
+
+    def __init__(self, root: Path, num_rows: int, patch: pytest.MonkeyPatch) -> None:
+        self._root = root
+        self._num_rows = num_rows
+        self.others = 0
+        patch.setattr(os, "statvfs", self._statvfs)
+
+    @property
+    def free(self) -> int:
+        return self._num_rows - self.others - len(object_files(self._root))
+
+    def _statvfs(self, path: str) -> Any:
+        return SimpleNamespace(f_bavail=self.free, f_frsize=ROW)
 
 
 async def test_the_reserve_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With less free space than that the cache does not grow: what comes is what goes."""
-    free = [0]
-    monkeypatch.setattr(os, "statvfs", lambda path: Space(free[0], ROW))
+    """The cache grows up to it. Then the oldest go for what comes, no more of them than must."""
+    disk = Disk(tmp_path, 16, monkeypatch)
     async with opened(tmp_path, reserve=10 * ROW) as store:
-        free[0] = 14
         assert await put(store, 1, 2, 3, 4) == ["written"] * 4
-        free[0] = 13
         assert await put(store, 5, 6, 7, 8) == ["written"] * 4
-        assert store.stats().num_objects == 4
-        assert await got(store, 1, 5, 6, 7, 8) == ["missing"] + ["read"] * 4
-        free[0] = 0
-        assert await put(store, 9) == ["written"]
-        assert await got(store, 5, 6, 7, 8, 9) == ["read", "read", "read", "missing", "read"]
+        assert disk.free == 10
+        assert await got(store, 1, 2, 3, 5, 6, 7, 8) == ["read"] * 2 + ["missing"] + ["read"] * 4
+
+
+async def test_the_reserve_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When others have taken of it: as much goes as would have come, and nothing comes, until it is
+    whole again. Reads go on."""
+    disk = Disk(tmp_path, 20, monkeypatch)
+    async with opened(tmp_path, reserve=10 * ROW) as store:
+        for number in range(10):
+            await put(store, number)
+        disk.others = 4
+        assert await put(store, 20, 21) == ["refused", "refused"]
+        assert await kept(store, range(30)) == [*range(2, 10)]
+        assert await put(store, 20, 21, 22) == ["written", "refused", "refused"]
+        assert disk.free == 10
+        assert await put(store, 21) == ["written"]
+        assert disk.free == 10
+        assert await got(store, *range(6, 10), 20, 21) == ["read"] * 6
+
+
+async def test_nothing_goes_where_it_would_not_help(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others have filled the disk: the cache alone cannot make room, and keeps what it has."""
+    disk = Disk(tmp_path, 20, monkeypatch)
+    async with opened(tmp_path, reserve=10 * ROW) as store:
+        await put(store, 1, 2, 3)
+        disk.others = 17
+        assert await put(store, 4) == ["refused"]
+        assert await got(store, 1, 2, 3) == ["read"] * 3
 
 
 async def test_nothing_is_kept_in_the_reserve(tmp_path: Path) -> None:
-    """Nothing goes, so nothing comes; that is a refusal, which may be tried again."""
+    """Of the real file system: that is a refusal, which may be tried again."""
     async with opened(tmp_path, reserve="1024TiB") as store:
         assert await put(store, 1, 2) == ["refused", "refused"]
         assert store.stats().num_objects == 0

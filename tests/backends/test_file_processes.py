@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import os
 import random
@@ -124,23 +125,25 @@ async def test_b69_kill_9_a_thousand_times(tmp_path: Path) -> None:
     assert await kill_rounds(tmp_path / "kept", 1000) > 1000
 
 
-async def test_b69_killed_during_the_eleventh(tmp_path: Path) -> None:
-    """Budget 10: after the kill 10 hits, no temporary file, and the order is roughly kept."""
+async def test_b69_killed_while_the_eleventh_is_written(tmp_path: Path) -> None:
+    """Budget 10, ten confirmed: they are hits but for the oldest, for which the eleventh may have
+    come; and whatever was begun has gone."""
     root, max_size = tmp_path / "kept", 10 * ROW_BYTES
     with Writer() as writer:
-        writer.start(root, max_size, 1, 10)
-        numbers = writer.finish()
-        assert len(numbers) == 10
-        pid = writer.start(root, max_size, 2)
-        while not temporary_files(root):
+        for seed in range(1, 11):
+            writer.start(root, max_size, seed, 1)
+            assert writer.finish() == [seed * 1_000_000]
+        pid = writer.start(root, max_size, 11, 1)
+        while is_running(pid) and not temporary_files(root):
             pass
-        os.kill(pid, signal.SIGKILL)
-        numbers += writer.finish()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        writer.finish()
     async with opened(root, max_size=max_size) as store:
         assert not temporary_files(root)
-        assert object_bytes(root) == store.stats().num_bytes == max_size
-        numbers = sorted({*numbers, *range(2_000_000, 2_000_100)})
-        assert (await check(store, numbers)).count(ReadResult.READ) == 10
+        assert object_bytes(root) == store.stats().num_bytes <= max_size
+        newest = [seed * 1_000_000 for seed in range(2, 11)]
+        assert await check(store, newest) == [ReadResult.READ] * len(newest)
 
 
 def test_two_processes_keep_to_one_budget(tmp_path: Path) -> None:
@@ -153,7 +156,8 @@ def test_two_processes_keep_to_one_budget(tmp_path: Path) -> None:
             assert object_bytes_now(root) <= max_size
             time.sleep(0.002)
         confirmed = [writer.finish() for writer in (first, second)]
-    assert [len(numbers) for numbers in confirmed] == [num_rows, num_rows]
+    # Who is held up while the other writes more than the budget comes too late with his rows.
+    assert all(len(numbers) > 0.9 * num_rows for numbers in confirmed)
     assert object_bytes(root) == max_size
     asyncio.run(look_after(root, max_size))
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from typing import Any
 
@@ -11,8 +12,10 @@ import pytest
 from tests.lease_helpers import P, Rig, seq, turns
 from tests.storage_helpers import Store, keep, prefetched, three_tiers, wipe
 from tests.tier_helpers import on_tier, until
+from tiered_cache import backup
 from tiered_cache.storage.backend import WriteResult
 from tiered_cache.testing.faulty_backend import CallGate
+from tiered_cache.types import Boundary
 
 A = seq("A", 32)
 
@@ -130,6 +133,17 @@ async def test_a_host_smaller_than_the_device() -> None:
         assert all(store.has(tokens) == "S" * 8 for tokens in prompts)
         wipe(r)
         assert await prefetched(r, prompts[0]) == 32
+
+
+async def test_a_prompt_longer_than_the_host() -> None:
+    """§8.4: it comes to storage part by part; the part that was copied first, and makes room for
+    the next, is not copied again."""
+    tokens = seq("A", 80)
+    async with three_tiers(pages=64, rows=8) as (r, store):
+        await r.serve(tokens)
+        await r.cache.drain()
+        assert store.has(tokens) == "S" * 20
+        assert r.counters.pages_stored == 20
 
 
 async def test_what_waits_is_bounded() -> None:
@@ -254,3 +268,57 @@ async def test_reset_while_it_is_written() -> None:
         assert await stored(r, store, seq("B", 32)) == "S" * 8
         assert on_tier(r, A) == "--------"
         await turns()
+
+
+async def test_pages_are_written_from_the_root() -> None:
+    """§10.4: within a call too: whatever ends it half way, what is kept can be reached."""
+    gate = CallGate()
+    async with three_tiers() as (r, store):
+        store.fault("write", gate=gate, at="inside", times=1)
+        await r.serve(A)
+        await gate.reached()
+        assert store.has(A) == "SSSS----"
+        gate.open()
+        assert await stored(r, store, A) == "S" * 8
+
+
+async def test_below_what_could_not_be_written_nothing_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """§10.4: children after their parents' success, also when they go in calls of their own."""
+    monkeypatch.setattr(backup, "WRITE_BYTES", 2 * 4096)
+    async with three_tiers() as (r, store):
+        page = store.pages_of(A)[3]
+        refused = store.fault("write", keys=[page], result=WriteResult.REFUSED)
+        await r.serve(A)
+        assert await stored(r, store, A) == "SSS-----"
+        store.faults.remove(refused)
+        await r.serve([*A, 1])
+        assert await stored(r, store, A) == "S" * 8
+
+
+async def test_what_comes_as_the_worker_ends_is_not_forgotten() -> None:
+    """It looks at its queue for the last time, and whoever comes then starts another one."""
+    async with three_tiers(pages=256, rows=256) as (r, store):
+        backups = r.cache._controller.storage.backups  # type: ignore[union-attr]
+        await r.serve(A)
+        await r.cache.drain()
+        tree = r.cache.tree
+        node = next(iter(tree.nodes()))
+        changed, told, noted = backups._changed, [], []
+
+        def note_last() -> None:
+            """The worker tells of its last path's end, and then of its own."""
+            changed()
+            task = asyncio.current_task()
+            if task is not None and task.get_name() == "tiered-cache-backup" and not noted:
+                told.extend([task] if not backups._queue else [])
+                if len(told) == 2:
+                    noted.append(node)
+                    tree.believe_stored(node, 0, is_stored=False)
+                    store.rows.clear()
+                    backups.note(Boundary(node, node.end))
+
+        backups._changed = note_last
+        await r.serve(seq("B", 16))
+        await r.cache.drain()
+        assert noted
+        assert store.has(A) == "S" * 8

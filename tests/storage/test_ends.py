@@ -235,3 +235,56 @@ async def test_what_makes_room_for_a_copy_may_be_below_it() -> None:
         await r.cache.drain()
         r.check()
         assert on_tier(r, A) == "B" * 8
+
+
+async def test_a_call_that_hangs_gives_its_turn_away() -> None:
+    """§9.3: others go on in its stead; when it has ended after all, there are as many turns as
+    before."""
+    gates = [CallGate(), CallGate()]
+    storage = {"timeout": 0.05, "max_concurrency": 1}
+    async with three_tiers(pages=128, rows=128, storage=storage) as (r, store):
+        await keep(r, A, B)
+        hung = store.fault("read", gate=gates[0], stubborn=True)
+        assert await soon(prefetched(r, A)) == 0
+        store.faults.remove(hung)
+        assert await soon(prefetched(r, B)) == 32
+        gates[0].open()
+        await r.cache.drain()
+        wipe(r)
+        store.fault("read", gate=gates[1])
+        handles = [r.cache.prefetch(tokens) for tokens in (A, B)]
+        await gates[1].reached()
+        gates[1].open()
+        for handle in handles:
+            await handle.wait("wait_complete")
+            handle.close()
+        limited: Any = r.cache._controller.storage.io._limited  # type: ignore[union-attr]
+        assert limited._turns._value - limited._surplus == 1
+
+
+async def test_a_call_that_ends_late_has_failed() -> None:
+    """§9.3: that it ends well after all says nothing for the backend: two in a row are too many."""
+    storage = {"timeout": 0.03, "breaker": {"failures": 2, "retry_after": 20}}
+    async with three_tiers(storage=storage) as (r, store):
+        await keep(r, A)
+        for _ in range(2):
+            gate = CallGate()
+            store.fault("contains", gate=gate, times=1)
+            assert await soon(prefetched(r, A)) == 0
+            gate.open()
+            await r.cache.drain()
+        health = r.cache.storage.health()
+        assert health.reads == "open"
+        assert "no answer within" in health.reason
+
+
+async def test_a_breaker_that_is_opened_twice_is_probed() -> None:
+    """Schedule 22520: too many calls hung, and each opened it anew; the probe came before its new
+    time, was refused, and no other came."""
+    storage = {"breaker": {"retry_after": 0.02, "max_retry_after": 0.04}}
+    async with three_tiers(storage=storage) as (r, _):
+        reads = r.cache._controller.storage.reads  # type: ignore[union-attr]
+        reads.open("5 calls hang")
+        await asyncio.sleep(0.01)
+        reads.open("6 calls hang")
+        await until(lambda: r.cache.storage.health().reads == "closed")

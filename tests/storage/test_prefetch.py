@@ -345,3 +345,21 @@ async def test_no_storage_no_prefetch() -> None:
         with pytest.raises(ValueError, match="storage"):
             r.cache.prefetch(A)
         assert not r.cache.storage
+
+
+async def test_less_than_the_threshold_is_not_read() -> None:
+    """§10.6: whatever was asked for, a hit that is shorter is left where it is."""
+    async with three_tiers(storage={"prefetch": {"threshold": 20}}) as (r, store):
+        await keep(r, A[:16])
+        assert await prefetched(r, A) == 0
+        assert store.num_calls["read"] == 0
+
+
+async def test_a_miss_is_not_remembered() -> None:
+    """§10.7: what storage lacked may come there at any time."""
+    async with three_tiers() as (r, store):
+        await keep(r, A)
+        gone = store.fault("read", keys=[store.pages_of(A)[3]], result=ReadResult.MISSING)
+        assert await prefetched(r, A) == 12
+        store.faults.remove(gone)
+        assert await prefetched(r, A) == 32

@@ -29,6 +29,8 @@ class Replay:
         if event.kind is EventKind.CLEARED:
             self.model = {Tier.DEVICE: set(), Tier.HOST: set()}
             return
+        if event.tier is Tier.STORAGE:
+            return  # a belief, and of what outlives the tree
         assert self.tree is not None
         assert event.node is not None
         assert event.component == "full"

@@ -1,0 +1,111 @@
+"""Reads a file into a row, past the page cache where that pays.
+
+A direct read takes a quarter of the processor's time of one through the page cache, and is as fast
+while the file is not in there; where it is, a third as fast. So reads are direct when there is more
+than the page cache could hold.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from tiered_cache.storage import ReadResult
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tiered_cache.storage import ObjectKey
+    from tiered_cache_file.layout import Layout
+
+PIECE_BYTES: Final = 256 << 10
+"""Read at once, and told of: a checksum over it finds it in the processor's cache."""
+
+ALIGNMENT: Final = 4096
+O_DIRECT: Final = getattr(os, "O_DIRECT", 0)
+
+
+class Item(NamedTuple):
+    """One row of a batch, where it stands there, and the stamp that its file gets by this use."""
+
+    position: int
+    key: ObjectKey
+    row: memoryview
+    stamp: int
+
+
+class Reader:
+    """For any number of threads.
+
+    Args:
+        direct_beyond: bytes that a page cache could hold; None: reads are never direct.
+    """
+
+    __slots__ = ("_direct_beyond", "_layout")
+
+    def __init__(self, layout: Layout, direct_beyond: int | None) -> None:
+        self._layout = layout
+        self._direct_beyond = direct_beyond if O_DIRECT else None
+
+    def read(
+        self, item: Item, arrived: Callable[[int, int], None], num_bytes_kept: int
+    ) -> ReadResult:
+        """
+        Args:
+            num_bytes_kept: of all objects together.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        direct = (
+            self._direct_beyond is not None
+            and num_bytes_kept > self._direct_beyond
+            and len(item.row) % ALIGNMENT == 0
+        )
+        try:
+            fd = self._open(self._layout.path(item.key), direct)
+        except (FileNotFoundError, NotADirectoryError):
+            return ReadResult.MISSING
+        try:
+            # The length. A third of what `fstat` costs, which makes an object of ten fields.
+            if os.lseek(fd, 0, os.SEEK_END) != len(item.row):
+                return ReadResult.CORRUPT
+            if not self._fill(fd, item, direct, arrived):
+                return ReadResult.CORRUPT
+            try:
+                os.utime(fd, ns=(item.stamp, item.stamp))
+            except OSError:
+                pass  # it was read all the same
+        finally:
+            os.close(fd)
+        return ReadResult.READ
+
+    def _open(self, path: str, direct: bool) -> int:
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            return os.open(path, flags | O_DIRECT if direct else flags)
+        except OSError as error:
+            if not direct or error.errno != errno.EINVAL:
+                raise
+        self._direct_beyond = None  # this file system cannot
+        return os.open(path, flags)
+
+    def _fill(self, fd: int, item: Item, direct: bool, arrived: Callable[[int, int], None]) -> bool:
+        """Fill the row; False when the file ends before."""
+        row, start = item.row, 0
+        while start < len(row):
+            try:
+                num_read = os.preadv(fd, [row[start : start + PIECE_BYTES]], start)
+            except OSError as error:
+                if not direct or error.errno != errno.EINVAL:
+                    raise
+                direct, self._direct_beyond = False, None  # this memory is not aligned
+                fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~O_DIRECT)
+                continue
+            if not num_read:
+                return False
+            start += num_read
+            arrived(item.position, start)
+        return True

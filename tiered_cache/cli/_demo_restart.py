@@ -3,6 +3,7 @@
     python -m tiered_cache.cli._demo_restart < what.json
 
 Run so it opens a cache whose memory is full of NaN, and answers everybody's first question again.
+Then it computes the first of them, to compare with while nothing else on the machine has changed.
 Imported, `restart` runs it and tells how it went. Owns: what the two say to each other, as lines of
 JSON. Refuses to know: what was measured, and what it means.
 """
@@ -31,6 +32,7 @@ from tiered_cache.config import load_config
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from tiered_cache.cli._demo_run import Phase
     from tiered_cache.config import Config
 
 
@@ -40,9 +42,13 @@ class RestartError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """What the second process did. `pid`: of it; `objects_read`, `bytes_read`: from storage."""
+    """What the second process did. `pid`: of it; `objects_read`, `bytes_read`: from storage.
+
+    `recomputed`: its first request once more, right after the others and without the cache.
+    """
 
     requests: dict[tuple[int, int], Request]
+    recomputed: Request
     comparison: Comparison
     wall_s: float
     pid: int
@@ -58,9 +64,10 @@ class Restart:
 def restart(
     config: Config, size: DemoSize, reference: Reference, on_tokens: Callable[[int], None]
 ) -> Restart:
-    """Everybody's first question again, to another process with another cache.
+    """Everybody's first question again, to another process with another cache; and the very first
+    once more without it.
 
-    `on_tokens(n)` is told about progress: it adds up to `chats × new_tokens`.
+    `on_tokens(n)` is told about progress: it adds up to `(chats + 1) × new_tokens`.
 
     Raises:
         RestartError: it has failed.
@@ -100,7 +107,8 @@ def restart(
     comparison.differences = _differences(result.pop("differences"))
     made = [Request(**request) for request in result.pop("requests")]
     requests = {(request.chat, request.turn): request for request in made}
-    return Restart(requests, comparison, pid=child.pid, **result)
+    recomputed = Request(**result.pop("recomputed"))
+    return Restart(requests, recomputed, comparison, pid=child.pid, **result)
 
 
 def _no_json(value: object) -> NoReturn:
@@ -134,21 +142,22 @@ def _answer(question: dict[str, Any]) -> None:
     for (chat, turn), choices in question["expected"]:
         reference.choices[chat, turn] = [Choice(*choice) for choice in choices]
     comparison = Comparison(reference)
-    phase = asyncio.run(
-        run_phase(
-            config,
-            load_model(),
-            DemoSize(**question["size"]),
-            comparison,
-            lambda count: _say(tokens=count),
-            poison=True,
-        )
-    )
+    chat_model, size = load_model(), DemoSize(**question["size"])
+
+    def say_tokens(count: int) -> None:
+        _say(tokens=count)
+
+    def run(config: Config, size: DemoSize) -> Phase:
+        return asyncio.run(run_phase(config, chat_model, size, comparison, say_tokens, poison=True))
+
+    phase = run(config, size)
+    alone = run(config.model_copy(update={"mode": "off"}), replace(size, chats=1))
     assert phase.stats.storage is not None, "there is a third tier"
     counters = phase.stats.storage.counters
     _say(
         result={
             "requests": [asdict(request) for request in phase.requests.values()],
+            "recomputed": asdict(alone.requests[0, 0]),
             "num_compared": comparison.num_compared,
             "near_ties": comparison.near_ties,
             "differences": comparison.differences,

@@ -187,7 +187,7 @@ def _three_tiers(
         for note in own.notes:
             stage.say(note)
         without, with_cache, comparison, reference = _both_phases(own.config, chat_model, size, bar)
-        task = bar.add_task("after a restart", total=size.chats * size.new_tokens)
+        task = bar.add_task("after a restart", total=(size.chats + 1) * size.new_tokens)
         again = restart(own.config, size, reference, lambda count: bar.advance(task, count))
     story = tiers.Story(size, without, with_cache, again)
     stage.show_sample(report.sample(with_cache, chat_model))

@@ -10,9 +10,10 @@ import pytest
 
 from tests.lease_helpers import P, Rig, cancelled, chunk_of, rig, seq, start, turns
 from tests.schedules import prove_lease
-from tests.tier_helpers import soon, store, tiers, transfers
+from tests.tier_helpers import demote, on_tier, soon, store, tiers, transfers
 from tiered_cache import Chunk, ClosedError, Lease, LoadFailed, StaleError
 from tiered_cache.layers import LayerProgress, stale_load
+from tiered_cache.types import Boundary, EvictParams, Tier
 
 A, B, C = seq("A", 25), seq("B", 25), seq("C", 25)
 FORK = A[:12] + B[12:]
@@ -312,3 +313,30 @@ async def test_who_plans_once_more_goes_on_from_what_others_publish(
         r.check()
         lease.close()
         other.close()
+
+
+async def test_a_store_whose_rows_are_made_of_what_is_below_it() -> None:
+    """Seed 1796043080289: a node that only the host had named the path, making room took it away,
+    and the rows that were taken were nobody's."""
+    async with tiers(rows=4) as (r, copies):
+        tree, controller = r.cache.tree, r.cache._controller
+        await r.serve(A[:9])
+        await copies.all()
+        upper = next(iter(tree.root.children.values()))
+        tree.believe_stored(upper, 0, True)
+        await r.cache.evict_host(EvictParams(2 * P))  # what storage has is spare
+        await r.serve(A[:17])
+        await copies.all()
+        lower = next(iter(upper.children.values()))
+        demote(r, 2)
+        tree.believe_stored(upper, 0, False)
+        pages, parts = controller.host_pages, controller.write_policy._parts  # type: ignore[attr-defined]
+        assert pages is not None, "there is a host tier"
+        rows = pages.take_up_to(0, 2)
+        assert (on_tier(r, A[:16]), r.host.free) == ("DDHH", 0)
+        (piece,) = tree.plan_transfer(Boundary(lower, 16), 0, Tier.HOST)
+        assert parts.store(lower, piece, lambda store: None) == 2
+        pages.give_back([rows])
+        r.check()
+        await copies.all()
+        assert on_tier(r, A[:16]) == "BB--"

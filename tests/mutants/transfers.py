@@ -421,6 +421,15 @@ MUTANTS: Final = [
         test=LAYER_TESTS + "test_waiting_on_the_loop_is_refused",
     ),
     Mutant(
+        id="a-store-is-named-by-what-makes-room-for-it",
+        rule="§9.1",
+        harm="a leak: the rows are taken, and the copy cannot begin",
+        file=POLICIES,
+        old="        while node.parent is not None and node.parent.end >= part.stop:",
+        new="        while False:",
+        test=FOUND + "test_a_store_whose_rows_are_made_of_what_is_below_it",
+    ),
+    Mutant(
         id="a-mirror-goes-from-above-a-host-child",
         rule="§8.3",
         harm="host rows hang below nothing",

@@ -48,6 +48,16 @@ def nothing_outstanding(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def no_callback_fails(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """What fails where nobody awaits it (a callback of the loop, a forgotten task) fails the
+    test."""
+    yield
+    records = [record for when in ("setup", "call") for record in caplog.get_records(when)]
+    failed = [record for record in records if record.name == "asyncio" and record.levelno >= 40]
+    assert not failed, "\n".join(record.getMessage() for record in failed)
+
+
+@pytest.fixture(autouse=True)
 def nothing_blocks() -> Iterator[None]:
     """A blocking call on the event loop from inside the library fails the test."""
     with blockbuster_ctx(scanned_modules=["tiered_cache"]) as watched:

@@ -519,9 +519,13 @@ class Schedule:
                 await self.third.is_well()
             await self.cache.drain()
             self._prove_quiet()
-            await self._read_back()
+            num_skipped = self.controller.counters.backups_skipped
+            used = await self._read_back()
             await self.cache.drain()
             self._prove_quiet()
+            if self.third and num_skipped == self.controller.counters.backups_skipped:
+                for salt, data in used:
+                    self.third.prove_backed_up(salt, data)
         if self.third and self.draws.random() < 0.3:
             await self.cache.aclose(None)
             self._closed.append(self.cache)
@@ -542,10 +546,11 @@ class Schedule:
         assert not left, f"tasks are left: {left}"
         assert self.loop.time() < MAX_SECONDS, "that took too long"
 
-    async def _read_back(self) -> None:
-        """What is known to be there is reused, and reads right."""
+    async def _read_back(self) -> list[tuple[str, bytes]]:
+        """What is known to be there is reused, and reads right; what that was."""
         draws = self.draws
-        for salt, data in draws.sample(sorted(self._published), min(2, len(self._published))):
+        used = draws.sample(sorted(self._published), min(2, len(self._published)))
+        for salt, data in used:
             tokens = np.frombuffer(data, np.int64).tolist()
             match = self.match(salt, tokens, len(tokens) - 1)
             before = self._num_lost()
@@ -562,6 +567,7 @@ class Schedule:
                 while chunk := await lease.next_chunk(100):
                     await lease.run(self.model, chunk)
                     lease.commit(chunk)
+        return used
 
     def _num_lost(self) -> tuple[int, ...]:
         counters = self.controller.counters

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Any, Final
 from unittest import mock
 
@@ -20,22 +20,38 @@ import uvloop
 
 import tiered_cache
 from tests.lease_helpers import P, Rig, chunk_of, seq, settings, start, turns
+from tests.storage_helpers import MODEL, Store, keep
 from tiered_cache import (
+    BackendError,
+    ClosedError,
     EvictParams,
     LoadFailed,
     RadixKey,
     StaleError,
     UnifiedRadixCache,
+    backup,
+    build,
     controller,
+    prefetch,
+    storage_tier,
 )
+from tiered_cache.prefetch import PrefetchHandle
 from tiered_cache.ranks import Ranks
+from tiered_cache.storage.backend import SCOPE_BYTES, ReadResult, StorageBackend
 from tiered_cache.testing.awaits import Coverage, assert_nothing_left, cancel_everywhere
+from tiered_cache.testing.faulty_backend import CallGate
 from tiered_cache.testing.loop import HANG, DeterministicLoop, SeededExecutor, SeededJob
+from tiered_cache_memory import MemoryBackend
 
 NEVER: Final = {
     "admission.py AdmissionQueue.admit: async with asyncio.timeout(timeout)": "sets a timer",
     "controller.py HybridCacheController.aclose: async with asyncio.timeout(limit)": "sets a timer",
     "prefix_load.py PrefixLoad.bring: async with asyncio.timeout(timeout)": "sets a timer",
+    "prefetch.py Prefetches.wait: async with asyncio.timeout_at(min(ends, default=None))": "(same)",
+    "storage_tier.py StorageTier._connect: async with asyncio.timeout(settings.timeout)": "(same)",
+    "storage/wrappers.py Wrapper.register_memory: await self._inner.register_memory(view)": "part "
+    "of the contract; a tier registers with the backend and closes it, not its wrappers",
+    "storage/wrappers.py Wrapper.aclose: await self._inner.aclose()": "(same)",
     "controller.py HybridCacheController.aclose: await threads_ended("
     "self._executors.owned, left_s)": "real threads: `test_cancellation` has them",
     "cache.py Opening._open: await threads_ended(executors.owned, OPEN_LIMIT_S)": "(same)",
@@ -63,9 +79,26 @@ Work = Coroutine[Any, Any, Any]
 
 SCENARIOS: Final[dict[str, Callable[[], AbstractAsyncContextManager[Work]]]] = {}
 
+IN_ANY_TURN: Final[set[str]] = set()
+"""Scenarios that yield `turns(count)`: what is cancelled is something else, in any of these turns.
+When and how often `turns` is cancelled makes no difference."""
+
 
 def scenario(fn: Callable[[], AsyncIterator[Work]]) -> None:
     SCENARIOS[fn.__name__.replace("_", " ")] = contextlib.asynccontextmanager(fn)
+
+
+def in_any_turn(fn: Callable[[], AsyncIterator[Work]]) -> None:
+    IN_ANY_TURN.add(fn.__name__.replace("_", " "))
+    scenario(fn)
+
+
+def how(name: str) -> list[tuple[int, int]]:
+    return HOW[:1] if name in IN_ANY_TURN else HOW
+
+
+def loops(loop: str, name: str) -> list[Callable[[], asyncio.AbstractEventLoop]]:
+    return LOOPS[loop][:2] if name in IN_ANY_TURN else LOOPS[loop]
 
 
 # --- what scenarios are made of -------------------------------------------------------------------
@@ -97,13 +130,15 @@ async def stage(
     copy_threads: int = 1,
     copy_s: float = 0.0,
     ranks: Ranks | None = None,
+    config: Any = None,
     **sections: Any,
 ) -> AsyncIterator[Stage]:
     options = {**executors(slow=slow), "ranks": ranks}
     options["copy_executor"] = executor(
         slow=slow_copies and not copy_s, num_threads=copy_threads, seconds=copy_s
     )
-    async with UnifiedRadixCache.open(settings(pages, **sections), **options) as cache:
+    config = config or settings(pages, **sections)
+    async with UnifiedRadixCache.open(config, **options) as cache:
         made = Stage(cache)
         yield made
         await asyncio.gather(*made.others)
@@ -331,11 +366,7 @@ async def the_end_of_a_program_that_never_closed_its_cache() -> AsyncIterator[Wo
         async def end() -> None:
             s.cache.reset()
             await turns(2)
-            for _ in range(3):
-                for task in asyncio.all_tasks():
-                    if task.get_name().startswith("tiered-cache"):
-                        task.cancel()
-                await asyncio.sleep(0)
+            await end_of_program()
 
         yield end()
 
@@ -501,6 +532,473 @@ async def a_request_of_several_ranks() -> AsyncIterator[Work]:
         yield s.serve(seq("A", 9))
 
 
+# --- three tiers ----------------------------------------------------------------------------------
+
+
+def with_storage(**storage: Any) -> Any:
+    section = {"backend": "memory", "prefetch": {"threshold": 0, "policy": "wait_complete"}}
+    return settings(model=MODEL, host=HOST, storage={**section, **storage})
+
+
+# Made here: they look for what is installed, which no loop is to wait for.
+THREE_TIERS: Final = with_storage()
+TWO_TIERS: Final = settings(model=MODEL, host=HOST)
+ONE_AT_A_TIME: Final = with_storage(max_concurrency=1)
+UNWELL: Final = with_storage(breaker={"failures": 1, "retry_after": 0.001})
+REQUIRED: Final = with_storage(required=True)
+
+OPERATIONS: Final = ("contains", "read", "write", "delete", "clear")
+
+A: Final = seq("A", 16)
+
+
+@contextlib.asynccontextmanager
+async def storage_stage(
+    config: Any = THREE_TIERS, ranks: Ranks | None = None
+) -> AsyncIterator[tuple[Stage, Store]]:
+    """Sequence A is kept by storage alone; the cache opens and closes it."""
+    store = Store()
+    with opens(store.opened_as()):
+        async with stage(config=config, ranks=ranks) as s:
+            await keep(s, A)
+            yield s, store
+    assert store.violations == []
+    assert store.under_way == []
+    assert store.num_calls["aclose"] == 1
+
+
+def opens(backend: type[StorageBackend]) -> AbstractContextManager[Any]:
+    """Whatever a configuration names, this is what is opened."""
+    return mock.patch.object(build, "load_backend", return_value=backend)
+
+
+class SomeTurns(CallGate):
+    """A place at which calls are held up."""
+
+    def __init__(self, num_turns: int = 3) -> None:
+        super().__init__()
+        self._num_turns = num_turns
+
+    async def wait(self) -> None:
+        self.num_reached += 1
+        self._arrived.set()
+        await turns(self._num_turns)
+
+
+def make_slow(store: Store, *operations: Any, stubborn: bool = False) -> dict[str, CallGate]:
+    """Each call takes some turns before it does anything, and some after that. Where they are held
+    up first, by operation."""
+    gates: dict[str, CallGate] = {}
+    for operation in operations or OPERATIONS:
+        gates[operation] = SomeTurns()
+        store.fault(operation, gate=gates[operation], stubborn=stubborn)
+        store.fault(operation, at="after", gate=SomeTurns(), stubborn=stubborn)
+    return gates
+
+
+@contextlib.contextmanager
+def small_steps() -> Iterator[None]:
+    """What gives way to the loop now and then does so at every step."""
+    with (
+        mock.patch.object(prefetch, "HASH_PAGES", 1),
+        mock.patch.object(backup, "HASH_PAGES", 1),
+        mock.patch.object(storage_tier, "SWEEP_NODES", 1),
+    ):
+        yield
+
+
+@scenario
+async def a_request_whose_prefix_storage_has() -> AsyncIterator[Work]:
+    """It does not come for nobody."""
+    async with storage_stage() as (s, store):
+        make_slow(store)
+        yield s.serve([*A, 1])
+
+
+@in_any_turn
+async def a_prefetch_of_several_ranks_that_is_given_up() -> AsyncIterator[Work]:
+    """While they agree, or before, or after."""
+    async with storage_stage(ranks=SlowRanks()) as (s, _):
+        with s.cache.prefetch(A):
+            yield turns(16)
+
+
+@scenario
+async def a_prefetch_that_somebody_waits_for() -> AsyncIterator[Work]:
+    """Who waits goes; who has the handle does not, and gets it."""
+    async with storage_stage() as (s, store):
+        make_slow(store)
+        with s.cache.prefetch(A) as handle:
+            yield handle.wait()
+            assert await handle.wait() == 16
+
+
+@in_any_turn
+async def prefetches_given_up_in_any_turn() -> AsyncIterator[Work]:
+    """Some of several that read the same: the other gets it."""
+    async with storage_stage() as (s, store):
+        make_slow(store)
+        with small_steps(), s.cache.prefetch(A) as handle:
+            with s.cache.prefetch([*A, 1]), s.cache.prefetch([*A, *seq("B", 48)]):
+                yield turns(40)
+            assert await handle.wait() == 16
+
+
+@in_any_turn
+async def a_read_given_up_that_cannot_be_stopped() -> AsyncIterator[Work]:
+    """Who joined it waits for its end, or gives up too."""
+    async with storage_stage() as (s, store):
+        slow = make_slow(store, "read", stubborn=True)
+        with s.cache.prefetch(A) as first, s.cache.prefetch([*A, 1]):
+            await slow["read"].reached()
+            await turns(2)
+            first.close()
+            yield turns(20)
+
+
+@in_any_turn
+async def a_tier_detached_in_any_turn_of_a_prefetch() -> AsyncIterator[Work]:
+    """Nobody uses the backend when it is let go."""
+    async with storage_stage() as (s, store):
+        make_slow(store)
+        with small_steps(), s.cache.prefetch(A):
+            yield turns(40)
+            await s.cache.storage.detach()
+
+
+@in_any_turn
+async def a_tier_detached_in_any_turn_of_a_backup() -> AsyncIterator[Work]:
+    """Of a page that storage has wrong, and of some that it lacks."""
+    async with storage_stage() as (s, store):
+        await spoil_a(s, store)
+        make_slow(store)
+        with small_steps():
+            await s.serve([*A, *seq("B", 16)])
+            yield turns(60)
+            await s.cache.storage.detach()
+
+
+@in_any_turn
+async def a_tier_detached_while_calls_wait_for_their_turn() -> AsyncIterator[Work]:
+    """Questions, reads and a deletion."""
+    async with a_backend_that_does_one_thing_at_a_time() as (s, handles):
+        handles += [s.cache.prefetch(tokens) for tokens in OTHERS]
+        yield turns(70)
+
+
+@in_any_turn
+async def a_tier_detached_while_a_write_waits_for_its_turn() -> AsyncIterator[Work]:
+    """Behind others' questions."""
+    async with a_backend_that_does_one_thing_at_a_time("delete") as (s, handles):
+        handles += [s.cache.prefetch(tokens) for tokens in OTHERS]
+        yield turns(40)
+
+
+OTHERS: Final = [seq(name, 8) for name in "CDEFGH"]
+
+
+@contextlib.asynccontextmanager
+async def a_backend_that_does_one_thing_at_a_time(
+    operation: str = "",
+) -> AsyncIterator[tuple[Stage, list[PrefetchHandle]]]:
+    """Others' prompts are kept, and a backup has come to an operation: a page is deleted first. The
+    tier is detached, and then the handles are closed."""
+    async with storage_stage(ONE_AT_A_TIME) as (s, store):
+        await keep(s, *OTHERS)
+        await spoil_a(s, store)
+        slow = make_slow(store)
+        await s.serve([*A, *seq("B", 16)])
+        if operation:
+            await slow[operation].reached()
+        handles: list[PrefetchHandle] = []
+        yield s, handles
+        await s.cache.storage.detach()
+        for handle in handles:
+            handle.close()
+
+
+@in_any_turn
+async def the_end_of_a_program_while_a_tier_is_detached() -> AsyncIterator[Work]:
+    """`asyncio.run` cancels all tasks that are left, also who waits for a write that cannot be
+    stopped; the cache can still be closed."""
+    async with storage_stage() as (s, store):
+        slow = make_slow(store, stubborn=True)
+        with small_steps():
+            await s.serve([*A, *seq("B", 16)])
+            await slow["write"].reached()
+            s.other(s.cache.storage.detach())
+            yield turns(30)
+            await end_of_program()
+        s.others.clear()
+        await s.cache.aclose()
+
+
+@in_any_turn
+async def the_end_of_a_program_while_a_question_is_waited_for() -> AsyncIterator[Work]:
+    """Likewise; nobody needs the answer."""
+    async with storage_stage() as (s, store):
+        slow = make_slow(store, stubborn=True)
+        store.fault("aclose", gate=SomeTurns())
+        with s.cache.prefetch([*A, 1]):
+            await slow["contains"].reached()
+            s.other(s.cache.storage.detach())
+            yield turns(20)
+            await end_of_program()
+        s.others.clear()
+        await s.cache.aclose()
+
+
+async def end_of_program() -> None:
+    """What `asyncio.run` does when its coroutine has ended."""
+    for _ in range(3):
+        for task in asyncio.all_tasks():
+            if task.get_name().startswith("tiered-cache"):
+                task.cancel()
+        await asyncio.sleep(0)
+
+
+@scenario
+async def a_tier_attached_by_hand() -> AsyncIterator[Work]:
+    """Who connected in vain hangs up, and another can attach."""
+    line = Line()
+    async with stage(config=TWO_TIERS) as s:
+        await s.serve(A)
+        with opens(line.backend()):
+            yield s.cache.storage.attach(THREE_TIERS)
+            await s.cache.storage.detach()
+            await turns(8)
+            assert line.num_open == 0
+            await s.cache.storage.attach(THREE_TIERS)
+        await s.serve([*A, 1])
+        await s.cache.drain()
+        assert s.stats.counters.pages_backed_up == 4
+    assert line.num_open == 0
+
+
+@scenario
+async def a_tier_attached_while_another_is_being_detached() -> AsyncIterator[Work]:
+    """What the tree believes of the first is not true of the second."""
+    async with storage_stage() as (s, _):
+        await s.serve([*A, *seq("B", 16)])
+        await s.cache.drain()
+        second = Store()
+        with small_steps():
+            s.other(s.cache.storage.detach())
+            await turns(1)
+            yield s.cache.storage.attach(THREE_TIERS, backend=second)
+            await asyncio.gather(*s.others)
+            if not s.cache.storage:
+                await s.cache.storage.attach(THREE_TIERS, backend=second)
+        await s.serve([*A, *seq("B", 17)])
+        await s.cache.drain()
+        assert second.has([*A, *seq("B", 16)]) == "S" * 8
+        await s.cache.storage.detach()
+
+
+@scenario
+async def a_tier_attached_to_a_cache_that_is_closed_meanwhile() -> AsyncIterator[Work]:
+    """Nobody stays connected."""
+    line = Line()
+    async with stage(config=TWO_TIERS) as s:
+
+        async def attach() -> None:
+            with contextlib.suppress(ClosedError):
+                await s.cache.storage.attach(THREE_TIERS)
+
+        line.on_open = lambda: s.other(s.cache.aclose())
+        with opens(line.backend()):
+            yield attach()
+            await turns(8)
+        await asyncio.gather(*s.others)
+        await s.cache.aclose()
+        await turns(8)
+        assert line.num_open == 0
+
+
+@scenario
+async def a_cache_opened_with_storage_that_takes_its_time() -> AsyncIterator[Work]:
+    """Nobody stays connected, however it ends."""
+    line = Line()
+    opened: list[UnifiedRadixCache] = []
+    options = executors(slow=False)
+
+    async def program() -> None:
+        async with UnifiedRadixCache.open(REQUIRED, **options) as cache:
+            opened.append(cache)
+
+    with opens(line.backend()):
+        yield program()
+    for cache in opened:
+        await cache.aclose()
+        await assert_nothing_left(cache)
+    await turns(8)
+    assert line.num_open == 0
+
+
+@scenario
+async def storage_that_is_required_and_not_there() -> AsyncIterator[Work]:
+    """It had connected, and then could not use the memory."""
+    line = Line(error=OSError("no such device"))
+
+    async def program() -> None:
+        with pytest.raises(BackendError):
+            await UnifiedRadixCache.open(REQUIRED, **executors(slow=False))
+
+    with opens(line.backend()):
+        yield program()
+    await turns(8)
+    assert line.num_open == 0
+
+
+@scenario
+async def a_tier_detached_by_hand() -> AsyncIterator[Work]:
+    """Begun, it ends: nothing is believed to be stored, and nobody is connected."""
+    async with storage_stage() as (s, store):
+        slow = make_slow(store)
+        store.fault("aclose", gate=SomeTurns())
+        store.fault("write", at="inside", gate=SomeTurns(), stubborn=True)
+        await s.serve([*A, *seq("B", 16)])
+        await slow["write"].reached()
+        with small_steps():
+            yield s.cache.storage.detach()
+            await s.cache.drain()
+        if not s.cache.storage:
+            assert not any(node.data[0].stored for node in s.cache.tree.nodes())
+            assert store.num_calls["aclose"] == 1
+            assert store.under_way == []
+
+
+@scenario
+async def storage_cleared_by_hand() -> AsyncIterator[Work]:
+    """What is gone, or part of it, is not believed to be there."""
+    async with storage_stage() as (s, store):
+        await s.serve([*A, *seq("B", 16)])
+        await s.cache.drain()
+        make_slow(store)
+        with small_steps():
+            yield s.cache.storage.clear()
+            await s.cache.drain()
+        there = {key[SCOPE_BYTES:] for key in store.rows}
+        for node in s.cache.tree.nodes():
+            if node.data[0].stored:
+                assert there >= set(s.cache.tree.page_keys(node))
+
+
+@scenario
+async def a_cache_closed_while_storage_is_busy() -> AsyncIterator[Work]:
+    """What is on its way comes there; who is cancelled waits no longer, and the rest ends by
+    itself."""
+    async with storage_stage() as (s, store):
+        make_slow(store)
+        store.fault("aclose", gate=SomeTurns())
+        handle = s.cache.prefetch(A)
+        await s.serve([*A, *seq("B", 16)])
+        yield s.cache.aclose()
+        await turns(60)
+        assert store.num_calls["aclose"] == 1
+        handle.close()
+
+
+@scenario
+async def a_cache_closed_at_once_though_its_backend_takes_its_time() -> AsyncIterator[Work]:
+    """It is let go all the same."""
+    async with storage_stage() as (s, store):
+        store.fault("aclose", gate=SomeTurns(30))
+        yield s.cache.aclose(0)
+        await turns(40)
+        assert store.num_calls["aclose"] == 1
+
+
+@in_any_turn
+async def a_cache_closed_in_any_turn_of_a_probe() -> AsyncIterator[Work]:
+    """Nobody asks after its end."""
+    async with storage_stage(UNWELL) as (s, store):
+        store.fault("contains", times=1, error=OSError("gone"))
+        slow = make_slow(store)
+        with s.cache.prefetch(A) as handle:
+            assert await handle.wait() == 0
+            await slow["contains"].reached()  # by the probe
+        yield turns(8)
+        await end_of_program()
+        await s.cache.aclose(0)
+
+
+@in_any_turn
+async def a_tier_detached_in_any_turn_of_a_reconnection() -> AsyncIterator[Work]:
+    """Who connects after that hangs up."""
+    line = Line(num_refused=1)
+    with opens(line.backend()):
+        async with stage(config=UNWELL) as s:
+            await line.tried_again.wait()
+            yield turns(12)
+            await s.cache.storage.detach()
+            await s.cache.aclose(0)
+            await turns(8)
+    assert line.num_open == 0
+
+
+@in_any_turn
+async def a_cache_closed_in_any_turn_of_a_reconnection() -> AsyncIterator[Work]:
+    """What came half way is hung up before the next try, or at the end."""
+    line = Line(error=OSError("no such device"))
+    with opens(line.backend()):
+        async with stage(config=UNWELL) as s:
+            await line.hung_up.wait()
+            yield turns(16)
+            await end_of_program()
+            await s.cache.aclose(0)
+            await turns(8)
+    assert line.num_open == 0
+
+
+class Line:
+    """What a backend is connected by: how often, and how that fails."""
+
+    def __init__(self, *, num_refused: int = 0, error: Exception | None = None) -> None:
+        self.num_tries = 0
+        self.num_open = 0
+        self.num_refused = num_refused
+        self.error = error
+        self.on_open: Callable[[], object] = lambda: None
+        self.tried_again, self.hung_up = asyncio.Event(), asyncio.Event()
+
+    def backend(self) -> type[StorageBackend]:
+        line = self
+
+        class Connected(MemoryBackend):
+            @classmethod
+            async def open(cls, options: Any, context: Any) -> Any:
+                line.num_tries += 1
+                line.on_open()
+                if line.num_tries > 1:
+                    line.tried_again.set()
+                await turns(4)
+                if line.num_tries <= line.num_refused:
+                    raise BackendError("not yet")
+                line.num_open += 1
+                return cls()
+
+            async def register_memory(self, view: memoryview) -> None:
+                await turns(2)
+                if line.error is not None:
+                    raise line.error
+
+            async def aclose(self) -> None:
+                line.num_open -= 1
+                line.hung_up.set()
+                await turns(10)
+
+        return Connected
+
+
+async def spoil_a(s: Stage, store: Store) -> None:
+    """The cache knows that storage has the third page of A wrong."""
+    corrupt = store.fault("read", keys=[store.pages_of(A)[2]], result=ReadResult.CORRUPT)
+    with s.cache.prefetch(A) as handle:
+        assert await handle.wait() == 8
+    store.faults.remove(corrupt)
+
+
 # --- all of them ----------------------------------------------------------------------------------
 
 COVERAGE: Final = {name: Coverage(tiered_cache) for name in LOOPS}
@@ -510,8 +1008,8 @@ COVERAGE: Final = {name: Coverage(tiered_cache) for name in LOOPS}
 def cancel_all(loop: str, name: str) -> int:
     """Once per process, whoever asks first; returns how many schedules were run."""
     num_runs = 0
-    for new_loop in LOOPS[loop]:
-        for delay, times in HOW:
+    for new_loop in loops(loop, name):
+        for delay, times in how(name):
             num_runs += 1 + cancel_everywhere(
                 SCENARIOS[name], COVERAGE[loop], new_loop, delay=delay, times=times
             )
@@ -522,7 +1020,7 @@ def cancel_all(loop: str, name: str) -> int:
 @pytest.mark.parametrize("loop", LOOPS)
 def test_whatever_is_cancelled_nothing_is_left(loop: str, name: str) -> None:
     """See the scenario; at each suspension, at once and some turns later, once and again."""
-    least = len(LOOPS[loop]) * len(HOW) * 2
+    least = len(loops(loop, name)) * len(how(name)) * 2
     assert cancel_all(loop, name) >= least, "the scenario never suspends"
 
 

@@ -78,12 +78,19 @@ class Backups:
 
     def note(self, boundary: Boundary) -> None:
         """A prefix was used, or has come to the host: keep what storage lacks of it."""
+        ends: list[Node] = []
+        is_end = True  # of what the host has and storage lacks
         node: Node | None = boundary.node
-        while node is not None and node.parent is not None and node.data[BASE].host_value is None:
+        while node is not None and node.parent is not None:
+            data = node.data[BASE]
+            if data.stored:
+                is_end = True  # what is above may still be missing: it was refused, say
+            elif is_end and data.host_value is not None:
+                ends.append(node)
+                is_end = False
             node = node.parent
-        if node is None or node.parent is None or node.data[BASE].stored:
-            return  # what is above is stored, too
-        self._enqueue(node)
+        for end in reversed(ends):
+            self._enqueue(end)
 
     def _enqueue(self, node: Node) -> None:
         if node in self._queued or self._is_closed:

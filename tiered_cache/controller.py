@@ -294,7 +294,6 @@ class HybridCacheController:
         finally:
             self._is_attaching = False
         if self.closed:  # meanwhile
-            tier.end()
             await tier.aclose(parts.settings.timeout)
             self.check()
         self.storage = tier
@@ -309,8 +308,11 @@ class HybridCacheController:
         try:
             await tier.detach(limit)
         finally:
-            self._detached = [old for old in self._detached if old.is_open]
-            self.calmed()
+            tier.when_gone(partial(self._gone, tier))
+
+    def _gone(self, tier: StorageTier) -> None:
+        self._detached.remove(tier)
+        self.calmed()
 
     async def _agree_on_prefetch(self, tag: str, num_tokens: int) -> int:
         if self.ranks.is_alone:
@@ -329,8 +331,12 @@ class HybridCacheController:
 
     def storage_calls(self) -> list[StorageCall]:
         """Calls under way that touch rows of the host, also of storage that was detached."""
-        tiers = [*self._detached, *([self.storage] if self.storage is not None else [])]
-        return [call for tier in tiers for call in tier.io]
+        return [call for tier in self._tiers for call in tier.io]
+
+    @property
+    def _tiers(self) -> list[StorageTier]:
+        """What there is of storage, also what was detached and has not ended."""
+        return [*self._detached, *([self.storage] if self.storage is not None else [])]
 
     def _rows_of_calls(self) -> list[list[PageIds]]:
         """Host pages of this epoch that such calls touch; by component, for each."""
@@ -691,9 +697,8 @@ class HybridCacheController:
             with suppress(TimeoutError):
                 async with asyncio.timeout(limit):
                     await self.drain()  # what is on its way to storage comes there
-                    for tier in (*self._detached, self.storage):
-                        if tier is not None:
-                            await tier.aclose(None)
+                    for tier in self._tiers:
+                        await tier.aclose(None)
         finally:  # also when whoever closes is cancelled
             self._end_stores()
             if self.storage is not None:
@@ -701,15 +706,24 @@ class HybridCacheController:
             if not self._given_up.done():
                 self._given_up.set_result(None)
             self._supervisor.stop()
-            for executor in self._executors.owned:
-                executor.shutdown(wait=False)
+            self._shut_down_after(self._tiers)
         await self._supervisor.aclose(SUPERVISOR_LIMIT_S)
         if not self.busy:
+            for tier in self._tiers:
+                await tier.aclose(SUPERVISOR_LIMIT_S)
             left_s = None if limit is None else max(0.0, limit - (self.now() - began))
             await threads_ended(self._executors.owned, left_s)
         if self._host is not None and not self.transfers and not self.storage_calls():
             self._host.close()
         return self.outstanding()
+
+    def _shut_down_after(self, tiers: Sequence[StorageTier]) -> None:
+        """A backend may need a thread to let go of what it has."""
+        if tiers:
+            tiers[0].when_gone(partial(self._shut_down_after, tiers[1:]))
+        else:
+            for executor in self._executors.owned:
+                executor.shutdown(wait=False)
 
     def _end_stores(self) -> None:
         """Nothing more goes to the host."""

@@ -255,8 +255,18 @@ class Supervisor:
                 child.cancel()
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Run `work` in the background; `on_end` is called when it no longer counts as running."""
-        child = self._group.create_task(self._contained(work, name), name=f"tiered-cache-{name}")
+        """Run `work` in the background; `on_end` is called when it no longer counts as running.
+
+        Raises:
+            ClosedError: everything is at its end.
+        """
+        contained = self._contained(work, name)
+        try:
+            child = self._group.create_task(contained, name=f"tiered-cache-{name}")
+        except RuntimeError as error:  # its group has ended
+            contained.close()
+            work.close()
+            raise ClosedError(f"no background task begins any more: {name}") from error
         self._children.add(child)
         child.add_done_callback(self._ended)
         # Cancelled before its first step, the child has never begun to await it.

@@ -53,11 +53,20 @@ class ThreadContext:
     ) -> None:
         self._executor = executor
         self._given_up = given_up
+        self._jobs: set[concurrent.futures.Future[Any]] = set()
         self.num_threads = num_threads
 
     async def run(self, fn: Callable[..., T], *args: Any) -> T:
         """See `BackendContext.run`."""
-        return await run_to_end(submit(self._executor, fn, *args), self._given_up)
+        job = submit(self._executor, fn, *args)
+        self._jobs.add(job)
+        job.add_done_callback(self._jobs.discard)
+        return await run_to_end(job, self._given_up)
+
+    @property
+    def num_running(self) -> int:
+        """Jobs that have not ended, also those that nobody waits for any more."""
+        return len(self._jobs)
 
     def replace_hung(self, num_hung: int) -> None:
         """So many threads hang: have as many more."""
@@ -308,11 +317,11 @@ class StorageIO:
         if call.is_quiet:
             return
         call.ended.set()
+        call.answered.set()
         del self._active[call]
         if call.error is not None:
             call.results = ()
         call.on_end(call)
-        call.answered.set()
 
     async def _read(self, call: StorageCall, page_keys: Sequence[bytes]) -> None:
         record = self.formats[call.component]

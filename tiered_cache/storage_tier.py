@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from tiered_cache.backup import Backups
-from tiered_cache.errors import BackendError
+from tiered_cache.errors import BackendError, ClosedError
 from tiered_cache.jobs import is_cancelled
 from tiered_cache.observe import Event, EventKind
 from tiered_cache.prefetch import Prefetches, PrefetchHooks
@@ -28,7 +28,7 @@ from tiered_cache.storage.backend import (
     ignore_arrivals,
 )
 from tiered_cache.storage.health import Breaker, BreakerSettings, HealthState
-from tiered_cache.storage.wrappers import Counted, Guarded, Limited, Wrapper
+from tiered_cache.storage.wrappers import Counted, Guarded, Limited, Wrapper, said
 from tiered_cache.storage_io import StorageIO
 from tiered_cache.tree.node import BASE
 from tiered_cache.types import Tier
@@ -148,6 +148,8 @@ class StorageTier:
             around.changed,
         )
         self._opened: list[StorageBackend] = []  # and not closed
+        self._closings: set[asyncio.Task[None]] = set()
+        self._on_gone: list[Callable[[], object]] = []
         self.forgotten = asyncio.Event()
         """Set when the tree believes nothing of it any more, after `detach`."""
         self._timers: list[asyncio.TimerHandle] = []
@@ -166,6 +168,7 @@ class StorageTier:
             await self._connect()
         except BackendError as error:
             if self.parts.settings.required:
+                await self.aclose(self.parts.settings.timeout)
                 raise
             log.warning("storage is not there, the cache goes on without: %s", error)
             self._connect_later()
@@ -188,9 +191,12 @@ class StorageTier:
         except (Exception, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and is_cancelled():
                 raise
-            self._connection.reason = f"the backend raised {type(error).__name__}"
+            self._connection.reason = said(error)
             raise BackendError(self._connection.reason) from error
-        if self._is_closed:  # meanwhile
+        finally:
+            if self._is_closed and self._opened:  # meanwhile
+                self._begin_to_close()
+        if self._is_closed:
             return
         self._connection.backend = backend
         for breaker in (self.reads, self.writes):
@@ -199,7 +205,7 @@ class StorageTier:
     def _connect_later(self) -> None:
         if self._is_closed:
             return  # while it was tried
-        self._later(self._retry_s, lambda: self._around.spawn(self._connect_again(), "connect"))
+        self._later(self._retry_s, self._connect_again, "connect")
         self._retry_s = min(2 * self._retry_s, self.parts.settings.breaker.max_retry_after)
 
     async def _connect_again(self) -> None:
@@ -237,26 +243,31 @@ class StorageTier:
             self._probe_later()
 
     def _probe_later(self) -> None:
-        self._later(max(0.0, self.reads.retry_at - self._loop.time()), self._start_probe)
+        delay_s = max(0.0, self.reads.retry_at - self._loop.time())
+        self._later(delay_s, self._probe, "storage probe")
 
-    def _later(self, delay_s: float, action: Callable[[], object]) -> None:
-        self._timers = [timer for timer in self._timers if timer.when() > self._loop.time()]
-        self._timers.append(self._loop.call_later(delay_s, action))
+    def _later(
+        self, delay_s: float, work: Callable[[], Coroutine[Any, Any, None]], name: str
+    ) -> None:
+        def begin() -> None:
+            self._timers.remove(timer)
+            with suppress(ClosedError):
+                self._around.spawn(work(), name)
+
+        timer = self._loop.call_later(delay_s, begin)
+        self._timers.append(timer)
 
     def _stop_timers(self) -> None:
         for timer in self._timers:
             timer.cancel()
         self._timers.clear()
 
-    def _start_probe(self) -> None:
-        if not self.is_connected or self.reads.state is not HealthState.OPEN:
-            return
-        if self.reads.is_due:
-            self._around.spawn(self._probe(), "storage probe")
-        else:
-            self._probe_later()  # it was opened once more meanwhile
-
     async def _probe(self) -> None:
+        if not (self.is_connected and self.reads.state is HealthState.OPEN):
+            return
+        if not self.reads.is_due:
+            self._probe_later()  # it was opened once more meanwhile
+            return
         with suppress(BackendError):  # the breaker has taken note, and asks for another
             await self.io.contains(BASE, [bytes(KEY_BYTES)[: -len(self.parts.formats[BASE].scope)]])
 
@@ -297,7 +308,10 @@ class StorageTier:
             await asyncio.sleep(0)
 
     def end(self) -> None:
-        """Nobody is to wait any longer, and nothing is to begin."""
+        """Nobody is to wait any longer, nothing is to begin, and the backend is closed as soon as
+        nobody uses it. Idempotent."""
+        if self._is_closed:
+            return
         self._is_closed = True
         self._stop_timers()
         self._connection.end("detached")
@@ -305,35 +319,55 @@ class StorageTier:
         self.backups.close()
         for call in self.io:
             self.io.give_up(call)
+        self._begin_to_close()
 
     async def aclose(self, limit: float | None) -> None:
-        """Let the backend go, when nobody uses it any more; up to `limit` seconds. What hangs keeps
-        it, and it can be tried again."""
-        self._is_closed = True
-        self._stop_timers()
-        self._connection.end("detached")
-        with suppress(TimeoutError):
-            async with asyncio.timeout(limit):
-                for call in self.io:
-                    await call.ended.wait()
-                await self._connection.idle()
-                await self._close_opened()
+        """`end` it, and wait up to `limit` seconds until the backend is closed. What hangs keeps
+        it."""
+        self.end()
+        if self._opened and not self._closings:  # somebody has cancelled all tasks of the loop
+            self._begin_to_close()
+        if self._closings:
+            await asyncio.wait(self._closings, timeout=limit)
+
+    def _begin_to_close(self) -> None:
+        """In a task of its own: whoever ends the tier may be cancelled, or not wait."""
+        closing = self._loop.create_task(self._close(), name="tiered-cache-storage-close")
+        self._closings.add(closing)
+        closing.add_done_callback(self._closed)
+
+    def _closed(self, closing: asyncio.Task[None]) -> None:
+        self._closings.discard(closing)
+        while self._on_gone and self._is_gone:
+            self._on_gone.pop()()
+
+    @property
+    def _is_gone(self) -> bool:
+        return not (self._closings or self._opened)
+
+    def when_gone(self, action: Callable[[], object]) -> None:
+        """After `end`: call it when no call is under way and the backend is closed."""
+        if self._is_gone:
+            action()
+        else:
+            self._on_gone.append(action)
+
+    async def _close(self) -> None:
+        for call in self.io:
+            await call.ended.wait()
+        await self._connection.idle()
+        if self._around.context.num_running:
+            self._opened.clear()  # threads that the cache has given up keep it
+        await self._close_opened()
 
     async def _close_opened(self) -> None:
-        for backend in tuple(self._opened):
+        while self._opened:
             try:
-                await self.parts.close(backend)
+                await self.parts.close(self._opened.pop())
             except (Exception, asyncio.CancelledError) as error:
                 if isinstance(error, asyncio.CancelledError) and is_cancelled():
                     raise
-                log.exception("the storage backend did not close well")
-            if backend in self._opened:  # two may close it
-                self._opened.remove(backend)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether somebody still touches rows for it, or it holds a backend."""
-        return bool(len(self.io) or self._opened)
+                log.warning("the storage backend did not close well: %s", said(error))
 
     # --- looking ----------------------------------------------------------------------------------
 

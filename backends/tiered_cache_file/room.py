@@ -118,7 +118,6 @@ class Room:
             buckets = iter(range(NUM_BUCKETS))
             while self._list_some(buckets, stamps, keys):
                 time.sleep(REST_S)
-            self.clock.saw(max(stamps, default=0))
             self._victims.listed(stamps, keys, settled)
             self._num_listings += 1
 
@@ -133,6 +132,7 @@ class Room:
                     keys.append(found.key)
                     stamps.append(found.stamp)
                     num_bytes += found.num_bytes
+                self.clock.saw(max(stamps[num_before:], default=0))
                 usage.counted(bucket, num_bytes, len(keys) - num_before)
                 if time.monotonic() > until_s:
                     return True

@@ -11,7 +11,6 @@ after its head. So nothing as new as such a batch is remembered.
 from __future__ import annotations
 
 import time
-from collections import deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -43,30 +42,37 @@ class Victim(NamedTuple):
 class Victims:
     """The oldest objects of the last listing, oldest first. Taken while the account is held."""
 
-    __slots__ = ("_low", "_oldest")
+    __slots__ = ("_low", "_num_left", "_oldest")
 
     def __init__(self) -> None:
-        self._oldest: deque[Victim] = deque()
+        self._oldest: Iterator[tuple[int, ObjectKey]] = iter(())
+        self._num_left = 0
         self._low = 0
 
     def listed(self, stamps: array[int], keys: Sequence[ObjectKey], older_than: int) -> None:
         """Everything there is, in any order. Only what is older counts."""
         num_kept = max(MIN_KEPT, len(keys) // KEPT_SHARE)
-        # numpy sorts without the GIL; a list of 200,000 would stop the loop for 0.3 s.
-        order = np.argsort(np.frombuffer(stamps, np.int64), kind="stable")[:num_kept].tolist()
+        # numpy sorts without the GIL; a list of 200,000 would stop the loop for 0.3 s. And no
+        # object is made for each: that many would make the garbage collector look at all others.
+        found = np.frombuffer(stamps, np.int64)
+        order = np.argsort(found, kind="stable")[:num_kept]
+        order = order[: np.searchsorted(found[order], older_than)]
         self._low = num_kept // 4 if num_kept < len(keys) else 0
-        self._oldest = deque(
-            Victim(stamps[index], keys[index]) for index in order if stamps[index] < older_than
-        )
+        self._num_left = len(order)
+        self._oldest = zip(found[order].tolist(), [keys[at] for at in order.tolist()], strict=True)
 
     @property
     def few(self) -> bool:
         """A listing is due before there are none, since there are more objects than these."""
-        return len(self._oldest) < self._low
+        return self._num_left < self._low
 
     def take(self) -> Victim | None:
         """The oldest."""
-        return self._oldest.popleft() if self._oldest else None
+        victim = next(self._oldest, None)
+        if victim is None:
+            return None
+        self._num_left -= 1
+        return Victim(*victim)
 
 
 class Clock:

@@ -117,8 +117,8 @@ MUTANTS: Final = [
         rule="§12.2",
         harm="a task without an owner goes on",
         file=CONTROLLER,
-        old="            self._supervisor.stop()\n            for executor in",
-        new="            for executor in",
+        old="            self._supervisor.stop()\n            self._shut_down_after",
+        new="            self._shut_down_after",
         test="tests/test_controller.py::test_a_close_that_is_cancelled_leaves_no_task",
     ),
     Mutant(

@@ -13,7 +13,7 @@ from tests.lease_helpers import P, Rig, seq, turns
 from tests.storage_helpers import Store, keep, prefetched, three_tiers, wipe
 from tests.tier_helpers import on_tier, until
 from tiered_cache import backup
-from tiered_cache.storage.backend import WriteResult
+from tiered_cache.storage.backend import SCOPE_BYTES, WriteResult
 from tiered_cache.testing.faulty_backend import CallGate
 from tiered_cache.types import Boundary
 
@@ -322,3 +322,24 @@ async def test_what_comes_as_the_worker_ends_is_not_forgotten() -> None:
         await r.cache.drain()
         assert noted
         assert store.has(A) == "S" * 8
+
+
+async def test_what_storage_lacks_above_what_it_has_is_written() -> None:
+    """§10.4: it was refused, and what is below it has come from storage; each use of the whole
+    prefix tries it again."""
+    left = [*A, *seq("B", 32)]
+    async with three_tiers() as (r, store):
+        await keep(r, left)
+        await store.kept.delete(
+            [key for key in store.rows if key[SCOPE_BYTES:] in store.pages_of(A)]
+        )
+        assert store.has(left) == "-" * 8 + "S" * 8
+        refused = store.fault("write", result=WriteResult.REFUSED)
+        await r.serve(A)
+        await r.cache.drain()
+        assert await prefetched(r, left) == 64
+        await r.serve([*left, 1])
+        await r.cache.drain()
+        store.faults.remove(refused)
+        await r.serve([*left, 1])
+        assert await stored(r, store, left) == "S" * 16

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Wrapper(StorageBackend):
-    """Passes everything on."""
+    """Passes on what a wrapper has nothing to add to."""
 
     def __init__(self, inner: StorageBackend) -> None:
         self._inner = inner
@@ -38,25 +38,6 @@ class Wrapper(StorageBackend):
     @classmethod
     async def open(cls, options: Any, context: Any) -> Self:
         raise TypeError("a wrapper is made around a backend that is open")
-
-    async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        return await self._inner.contains(keys)
-
-    async def read(
-        self,
-        keys: Sequence[ObjectKey],
-        rows: Sequence[memoryview],
-        arrived: Callable[[int, int], None] = ignore_arrivals,
-    ) -> list[ReadResult]:
-        return await self._inner.read(keys, rows, arrived)
-
-    async def write(
-        self, keys: Sequence[ObjectKey], rows: Sequence[memoryview]
-    ) -> list[WriteResult]:
-        return await self._inner.write(keys, rows)
-
-    async def delete(self, keys: Sequence[ObjectKey]) -> None:
-        await self._inner.delete(keys)
 
     async def clear(self, scope: bytes) -> int:
         return await self._inner.clear(scope)
@@ -156,8 +137,8 @@ class Guarded(Wrapper):
         self._writes = writes
         self._clock = clock
 
-    @asynccontextmanager
-    async def _asked(self, breaker: Breaker) -> AsyncIterator[list[Any]]:
+    @contextmanager
+    def _asked(self, breaker: Breaker) -> Iterator[list[Any]]:
         """The block puts its answers into the list: when all say that they failed, so has the
         call."""
         if not breaker.admits():
@@ -173,7 +154,7 @@ class Guarded(Wrapper):
             breaker.failed("the backend cancelled its own call")
             raise BackendError("the backend cancelled its own call") from None
         except Exception as error:
-            reason = _said(error)
+            reason = said(error)
             breaker.failed(reason)
             raise BackendError(reason) from error
         except BaseException:
@@ -186,7 +167,7 @@ class Guarded(Wrapper):
         # Later it has failed already: whoever waited did not wait so long.
 
     async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        async with self._asked(self._reads):
+        with self._asked(self._reads):
             return _one_each(await self._inner.contains(keys), keys)
 
     async def read(
@@ -195,27 +176,27 @@ class Guarded(Wrapper):
         rows: Sequence[memoryview],
         arrived: Callable[[int, int], None] = ignore_arrivals,
     ) -> list[ReadResult]:
-        async with self._asked(self._reads) as answers:
+        with self._asked(self._reads) as answers:
             answers += _one_each(await self._inner.read(keys, rows, arrived), keys)
             return answers
 
     async def write(
         self, keys: Sequence[ObjectKey], rows: Sequence[memoryview]
     ) -> list[WriteResult]:
-        async with self._asked(self._writes) as answers:
+        with self._asked(self._writes) as answers:
             answers += _one_each(await self._inner.write(keys, rows), keys)
             return answers
 
     async def delete(self, keys: Sequence[ObjectKey]) -> None:
-        async with self._asked(self._writes):
+        with self._asked(self._writes):
             await self._inner.delete(keys)
 
     async def clear(self, scope: bytes) -> int:
-        async with self._asked(self._writes):
+        with self._asked(self._writes):
             return await self._inner.clear(scope)
 
 
-def _said(error: Exception) -> str:
+def said(error: BaseException) -> str:
     """What a backend says of itself is meant for people; of what else comes through only the kind
     is shown, for its text may hold an address with a password."""
     if isinstance(error, BackendError):

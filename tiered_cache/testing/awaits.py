@@ -294,6 +294,8 @@ class _Attempt:
 
     async def _run(self, scenario: Scenario) -> None:
         loop = asyncio.get_running_loop()
+        failed: list[dict[str, Any]] = []
+        loop.set_exception_handler(lambda _, context: failed.append(context))
         self._drive_tasks_of_the_package(loop)
         async with scenario() as work:
             driven = Driven(work, self._coverage, self._at_suspension)
@@ -303,6 +305,8 @@ class _Attempt:
         left = asyncio.all_tasks() - {asyncio.current_task()}
         if left:  # what ends by itself may
             await asyncio.wait(left)
+        for context in failed:  # in a callback, or a task that nobody looked at
+            raise AssertionError(context["message"]) from context.get("exception")
 
     def _who_waits(self) -> str:
         waiting = []

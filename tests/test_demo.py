@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import torch
 
 from tiered_cache.cli import _demo_run as run
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 DEMO = [sys.executable, "-c", "from tiered_cache.cli.app import main; main()", "demo"]
 
@@ -63,6 +64,48 @@ def test_a_host_tier_that_is_never_hit_is_said(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stdout + done.stderr
     assert "Same answers: 1 tokens" in done.stdout
     assert "NO HOST HIT: 66 pages stored, 0 loaded." in done.stdout
+
+
+def test_every_tier_is_hit_and_a_second_process_goes_on_from_storage(tmp_path: Path) -> None:
+    """Three tenants on a device for one and a host for two. Then another process, whose memory is
+    full of NaN, is asked the same, and finds it; nothing is left behind."""
+    plot = tmp_path / "plot.png"
+    (tmp_path / "home").mkdir()
+    more = ["--chats=6", "--turns=1", "--new-tokens=4", f"--out={plot}", "--no-progress"]
+    command = [*DEMO, f"--config={CONFIGS / 'file.yaml'}", *more]
+    where = {"TIERED_CACHE_STORAGE__OPTIONS__PATH": str(tmp_path / "home" / "cache")}
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, **where}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert done.stdout.count("Same answers: 24 tokens") == 1
+    assert "After the restart: Same answers: 28 tokens" in done.stdout  # the first one twice
+    said = " ".join(done.stdout.split())
+    assert "Every tier was hit: of 6 requests 1 hit the device, 2 the host, 1 storage; " in said
+    assert "had 1,040 of the first prompt's 1,056 tokens from storage: " in said
+    assert f"Storage: files in {tmp_path / 'home'}" in said
+    assert list((tmp_path / "home").iterdir()) == []
+    tokens = _cells(done.stdout, "after restart")
+    assert tokens[0] == "1,024 (1)"
+    assert tokens[2].endswith("(4)")
+    (ratio,) = re.findall(r"That is ([0-9.]+) times sooner", said)
+    assert float(ratio) >= 4  # 10 or more
+    assert "LESS" not in said
+
+
+def test_tiers_that_are_never_hit_are_said(tmp_path: Path) -> None:
+    """One chat fits the device. The second process is right, and finds its prefix; that is not
+    enough."""
+    more = ["--chats=1", "--turns=1", "--new-tokens=1", f"--out={tmp_path / 'plot.png'}"]
+    command = [*DEMO, f"--config={CONFIGS / 'file.yaml'}", *more, "--no-progress"]
+    where = {"TIERED_CACHE_STORAGE__OPTIONS__PATH": str(tmp_path / "cache")}
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, **where}
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "After the restart: Same answers: 2 tokens" in done.stdout  # computed, too
+    assert "NO HIT of device and host and storage: 66 pages (49 MB) written" in done.stdout
 
 
 def _cells(text: str, name: str) -> list[str]:

@@ -134,8 +134,9 @@ class Backups:
         while self._queue:
             boundary = self._next()
             try:
-                while await self._write_some(boundary):
-                    pass
+                is_first = True
+                while await self._write_some(boundary, is_first=is_first):
+                    is_first = False
             except StaleError:
                 pass  # evicted meanwhile, or a reset
             except BackendError:
@@ -144,8 +145,12 @@ class Backups:
         self._worker = None  # in this very step: whoever comes now needs another
         self._changed()
 
-    async def _write_some(self, boundary: Boundary) -> bool:
-        """The topmost pages of a path that storage lacks; whether there may be more."""
+    async def _write_some(self, boundary: Boundary, *, is_first: bool) -> bool:
+        """The topmost pages of a path that storage lacks; whether there may be more.
+
+        At first storage is asked for the whole path: being asked for is being used, and what is
+        used last goes last, so that no page outlives those above it.
+        """
         tree = self._tree
         part = self._first_part(boundary)
         if part is None:
@@ -154,19 +159,21 @@ class Backups:
         receipt = tree.inc_host_lock_ref(end, start)
         call: StorageCall | None = None
         try:
-            keys = await self._page_keys(end, start)
-            missing = await self._missing(keys)
+            above = 0 if is_first else start
+            keys = await self._page_keys(end, above)
+            missing = await self._missing(keys, (start - above) // self._page_size)
             if missing and not self._writes:
                 return False
             self._check(receipt)
             if missing:
-                ids = self._rows(end, start)[missing]
+                first = (start - above) // self._page_size
+                ids = self._rows(end, start)[[at - first for at in missing]]
                 call = self._write(receipt, start, [keys[at] for at in missing], ids)
         finally:
             if call is None:
                 self._release(receipt)
         if call is None:
-            self._believe(end.node, start)
+            self._believe(receipt.node, start)
             return True
         await call.answered.wait()
         if call.error is not None:
@@ -209,17 +216,17 @@ class Backups:
             tree.remember_page_keys(end, unhashed.start, keys)
         return tree.keys_of(end, start)
 
-    async def _missing(self, keys: Sequence[bytes]) -> list[int]:
-        """Which of these pages storage lacks; what it has wrong is deleted first, for some keep
-        what they have."""
+    async def _missing(self, keys: Sequence[bytes], first: int) -> list[int]:
+        """Which of these pages, from `first` on, storage lacks; what it has wrong is deleted first,
+        for some keep what they have."""
         there = await self._io.contains(BASE, keys)
-        wrong = [key for key in keys if self._io.is_suspect(key)]
+        wrong = [key for key in keys[first:] if self._io.is_suspect(key)]
         if wrong and self._writes:
             await self._io.delete(BASE, wrong)
         return [
             at
             for at, (key, is_there) in enumerate(zip(keys, there, strict=True))
-            if not is_there or self._io.is_suspect(key)
+            if at >= first and (not is_there or self._io.is_suspect(key))
         ]
 
     def _rows(self, end: Boundary, start: int) -> PageIds:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import warnings
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -317,7 +318,8 @@ class Prefetches:
             prefetch.end(str(error))
         except StaleError:
             prefetch.end("the cache was reset")
-        reach = max(prefetch.reached, prefetch.found)
+        had = prefetch.reached
+        reach = max(had, prefetch.found)
         prefetch.found = min(prefetch.found, await self._hooks.agree(f"{name}: probe", reach))
         try:
             while prefetch.found > prefetch.reached and await self._bring_some(prefetch, keys):
@@ -329,6 +331,14 @@ class Prefetches:
         reached = 0 if prefetch.is_stopped else prefetch.reached
         await self._hooks.agree(f"{name}: read", reached)
         prefetch.end("all that storage has of it is on the host")
+        if had and prefetch.reached > had:
+            await self._use(keys[: had // self._page_size])
+
+    async def _use(self, page_keys: Sequence[bytes]) -> None:
+        """Storage was not asked for these, for device and host have them. Now it is: what is used
+        last goes last, and no page is to outlive those above it. Nobody waits for this."""
+        with suppress(BackendError):
+            await self._io.contains(BASE, page_keys)
 
     async def _find(self, prefetch: Prefetch) -> Sequence[bytes]:
         """See how far storage has it: `prefetch.found`; its page keys."""

@@ -343,3 +343,44 @@ async def test_what_storage_lacks_above_what_it_has_is_written() -> None:
         store.faults.remove(refused)
         await r.serve([*left, 1])
         assert await stored(r, store, left) == "S" * 16
+
+
+async def test_a_part_that_is_there_says_nothing_of_what_is_below(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A path is written in parts; that storage has the first one does not mean that it has the
+    rest."""
+    monkeypatch.setattr("tiered_cache.backup.WRITE_BYTES", 4 * 4096)
+    store = Store()
+    async with three_tiers(store=store) as (r, _):
+        await r.serve(A[:16])
+    async with three_tiers(store=store, storage={"prefetch": {"threshold": 1000}}) as (r, _):
+        await r.serve(A)
+        await r.cache.drain()
+        assert store.has(A) == "S" * 8
+
+
+async def test_what_is_above_is_used_with_what_is_below() -> None:
+    """§7 of the design: no page outlives those above it, so whoever writes or reads the end of a
+    path asks for its beginning, too, root first."""
+    tokens = [*A, *seq("B", 16)]
+    async with three_tiers() as (r, store):
+        await r.serve(A)
+        await r.cache.drain()
+        asked: list[list[bytes]] = []
+        contains = store.contains
+
+        async def noting(keys: Any) -> list[bool]:
+            asked.append([bytes(key[-32:]) for key in keys])
+            return await contains(keys)
+
+        store.contains = noting  # type: ignore[method-assign]
+        await r.serve(tokens)
+        await r.cache.drain()
+        assert asked[-1] == store.pages_of(tokens), "a backup"
+        wipe(r)
+        await prefetched(r, A)
+        asked.clear()
+        assert await prefetched(r, tokens) == 48
+        await r.cache.drain()
+        assert asked[-1] == store.pages_of(A), "a prefetch"

@@ -106,6 +106,8 @@ def _rows(without: Phase, with_cache: Phase) -> Iterator[tuple[str, str, str, st
     yield _row("prompt tokens from device", _sums(phases, "num_from_device"), "{:,.0f}")
     if with_cache.stats.host:
         yield _row("prompt tokens from host", _sums(phases, "num_from_host"), "{:,.0f}")
+    if with_cache.stats.storage is not None:
+        yield _row("prompt tokens from storage", _sums(phases, "num_from_storage"), "{:,.0f}")
     yield _row("prompt tokens computed", _sums(phases, "num_computed"), "{:,.0f}", ratio=True)
     for name, attribute in (("arrival", "ttft_from_arrival_s"), ("grant", "ttft_from_grant_s")):
         times = [np.array([getattr(r, attribute) for r in p.requests.values()]) for p in phases]
@@ -118,7 +120,9 @@ def _rows(without: Phase, with_cache: Phase) -> Iterator[tuple[str, str, str, st
     ):
         if speedup is not None:
             yield _row(f"TTFT from grant, {name}, median", list(speedup), "{:.3f} s", ratio=True)
-    for words, with_load in (("from grant", False), ("with its load", True)):
+    # Where there is storage, too, a table by tiers says more.
+    kinds = (("from grant", False), ("with its load", True))
+    for words, with_load in () if with_cache.stats.storage is not None else kinds:
         for word, percent in (("median", 50), ("p95", 95)):
             speedup = host_hits(without, with_cache, with_load=with_load, percent=percent)
             if speedup is not None:

@@ -7,10 +7,11 @@ how it is shown.
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import torch
 
@@ -18,6 +19,7 @@ from tiered_cache.cache import UnifiedRadixCache
 from tiered_cache.cli._demo_chats import HANDBOOK, question
 from tiered_cache.errors import TieredCacheError
 from tiered_cache.integrations.transformers import TransformersRunner, generate
+from tiered_cache.testing.models import load_smollm2
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,12 +48,39 @@ LOAD: Final = (
 )
 
 
+READY: Final = (
+    "With its prefetch and load: the time from asking for a lease until its prefix was on the "
+    "device is added, storage → host → device. Requests are served one after another here, so "
+    "there is no waiting for others in that either."
+)
+
+DECK: Final = (0, 0, 1, 0, 2, 1, 0, 0)
+"""Whose eight chats in a row are, where there are three tiers. Who comes again at once finds the
+device's copy, who comes after one other the host's, and who comes after two others storage's."""
+
+
+def load_model() -> ChatModel:
+    """The model, warm, and what a server sets for its process; the library never does."""
+    # One thread: two fight for two cores with the event loop and anything else that runs here.
+    torch.set_num_threads(1)
+    chat_model = load_smollm2()
+    with torch.inference_mode():  # brings the weights into memory: no request's time
+        chat_model.model(input_ids=torch.arange(512)[None], use_cache=False, logits_to_keep=1)
+    # The gc policy for servers: what is there now is never scanned again.
+    gc.collect()
+    gc.freeze()
+    return chat_model
+
+
 @dataclass(frozen=True, slots=True)
 class DemoSize:
     """How much is said: `chats` at once, each with `turns` questions, `new_tokens` per answer.
 
     The chats belong to `tenants` in turn. Tenants share nothing, so each has a system prompt of its
     own in the cache.
+
+    `one_by_one`: requests are served one after another, first come, first served, and tenants come
+    back after fewer or more others (`DECK`).
     """
 
     chats: int
@@ -59,10 +88,19 @@ class DemoSize:
     new_tokens: int
     chunk_tokens: int = 512
     tenants: int = 1
+    one_by_one: bool = False
 
     @property
     def num_requests(self) -> int:
         return self.chats * self.turns
+
+    def tenant(self, chat: int) -> int:
+        """Whose a chat is, from 0."""
+        if not self.one_by_one:
+            return chat % self.tenants
+        lap, card = divmod(chat, len(DECK))
+        others = self.tenants - 1
+        return 1 + (2 * lap + DECK[card] - 1) % others if DECK[card] and others else 0
 
 
 @dataclass(slots=True)
@@ -75,9 +113,13 @@ class Request:
     arrived: float
     granted: float = 0.0
     first_token: float = 0.0
+    prefetch_s: float = 0.0
+    """From asking for the lease until admission: what storage takes, where nobody else is
+    served; waiting for others where they are."""
     load_s: float = 0.0
     """From admission until the prefix was on the device: next to nothing without a load."""
     num_from_host: int = 0
+    num_from_storage: int = 0
     num_computed: int = 0
     """Prompt tokens that the model computed; the others came from a tier."""
     answer: list[int] = field(default_factory=list)
@@ -88,7 +130,7 @@ class Request:
 
     @property
     def num_from_device(self) -> int:
-        return self.num_reused - self.num_from_host
+        return self.num_reused - self.num_from_host - self.num_from_storage
 
     @property
     def is_long_host_hit(self) -> bool:
@@ -106,6 +148,11 @@ class Request:
     def ttft_with_load_s(self) -> float:
         """What a user would have waited alone: the load, then the model."""
         return self.load_s + self.ttft_from_grant_s
+
+    @property
+    def ttft_with_prefetch_s(self) -> float:
+        """The same where storage was asked first; for requests that are served one by one."""
+        return self.prefetch_s + self.ttft_with_load_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,20 +175,27 @@ async def run_phase(
     size: DemoSize,
     judge: Judge,
     on_tokens: Callable[[int], None],
+    *,
+    poison: bool = False,
 ) -> Phase:
     """Opens a cache, lets all chats talk at once, and closes it.
 
-    `on_tokens(n)` is told about progress: it adds up to `num_requests × new_tokens`.
+    `on_tokens(n)` is told about progress: it adds up to `num_requests × new_tokens`. `poison`: all
+    memory of device and host is filled with NaN first, so that an answer out of anything that was
+    not written since is no answer.
     """
     requests: dict[tuple[int, int], Request] = {}
     failed: BaseExceptionGroup[TieredCacheError] | None = None
     async with UnifiedRadixCache.open(config) as cache:
+        if poison:
+            _poison(cache)
         runner = TransformersRunner(chat_model.model, cache.pools)
         scheduler = (
             asyncio.Lock()
         )  # first come, first served: a prompt in one go, then token by token
+        door = asyncio.Lock() if size.one_by_one else nullcontext()
         started = time.perf_counter()
-        talk = _Talk(cache, runner, scheduler, chat_model, size, judge, on_tokens)
+        talk = _Talk(cache, runner, door, scheduler, chat_model, size, judge, on_tokens)
         try:
             async with asyncio.TaskGroup() as group:
                 for chat in range(size.chats):
@@ -155,6 +209,14 @@ async def run_phase(
         stats = cache.stats()
         device_tokens = cache.page_size * min(pool.capacity for pool in stats.pools.values())
     return Phase(dict(sorted(requests.items())), wall_s, stats, device_tokens)
+
+
+def _poison(cache: UnifiedRadixCache) -> None:
+    for spec in cache.pools.specs:
+        for layer in spec.layers:
+            cache.pools.layer(spec.name, layer).fill_(float("nan"))
+    for arena in cache.arenas:
+        arena.rows[:] = 0xFF  # a NaN in every type of state
 
 
 def _first(errors: BaseExceptionGroup[TieredCacheError]) -> TieredCacheError:
@@ -171,6 +233,7 @@ class _Talk:
 
     cache: UnifiedRadixCache
     runner: TransformersRunner
+    door: AbstractAsyncContextManager[Any]
     scheduler: asyncio.Lock
     chat_model: ChatModel
     size: DemoSize
@@ -185,15 +248,19 @@ class _Talk:
             history += model.message("user", question(chat, turn)) + model.reply_start()
             request = Request(chat, turn, len(history), arrived=time.perf_counter())
             requests[chat, turn] = request
-            await self._answer(request, history)
+            async with self.door:
+                await self._answer(request, history)
             history += request.answer + model.message_end()
 
     async def _answer(self, request: Request, prompt: list[int]) -> None:
-        loop, tenant = asyncio.get_running_loop(), request.chat % self.size.tenants
+        loop, tenant = asyncio.get_running_loop(), self.size.tenant(request.chat)
+        asked = loop.time()
 
         def on_lease(lease: Lease) -> None:
+            request.prefetch_s = lease.granted_at - asked
             request.load_s = loop.time() - lease.granted_at
             request.num_from_host = lease.hits.host
+            request.num_from_storage = lease.hits.storage
 
         def on_grant(moment: float) -> None:
             request.granted = moment

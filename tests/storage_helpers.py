@@ -30,6 +30,8 @@ MODEL: Final = {
 class Store(FaultyBackend):
     """A backend in memory, with faults; its content outlives caches."""
 
+    page_size = P
+
     def __init__(self, kept: MemoryBackend | None = None) -> None:
         self.kept = kept or MemoryBackend()
         super().__init__(self.kept)
@@ -40,7 +42,7 @@ class Store(FaultyBackend):
 
     def pages_of(self, tokens: Any, **namespace: Any) -> list[bytes]:
         """Page keys of all whole pages of a prompt."""
-        return RadixKey(tokens, **namespace).page_keys(P)
+        return RadixKey(tokens, **namespace).page_keys(self.page_size)
 
     def key_of(self, tokens: Any, page: int) -> ObjectKey:
         """The object of one page, which is kept."""
@@ -71,6 +73,7 @@ async def three_tiers(
 ) -> AsyncIterator[tuple[Rig, Store]]:
     """A cache of three tiers that is checked when it is left, and what it keeps."""
     store = store or Store()
+    store.page_size = page_size = sections.get("page_size", P)
     section = {"backend": "memory", "prefetch": {"threshold": 0}, **(storage or {})}
     given = {"storage_backend": store, **(options or {})}
     loop = asyncio.get_running_loop()
@@ -79,7 +82,7 @@ async def three_tiers(
         given = {name: SeededExecutor(loop, durations=(0.0,)) for name in names} | given
     async with rig(
         pages,
-        host={"tokens": rows * P, **(host or {})},
+        host={"tokens": rows * page_size, **(host or {})},
         storage=section,
         options=given,
         **{"model": MODEL, **sections},

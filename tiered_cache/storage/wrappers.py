@@ -175,7 +175,7 @@ class Guarded(Wrapper):
 
     async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
         with self._asked(self._reads):
-            return _one_each(await self._inner.contains(keys), keys)
+            return _one_each(await self._inner.contains(keys), keys, bool)
 
     async def read(
         self,
@@ -184,14 +184,14 @@ class Guarded(Wrapper):
         arrived: Callable[[int, int], None] = ignore_arrivals,
     ) -> list[ReadResult]:
         with self._asked(self._reads) as answers:
-            answers += _one_each(await self._inner.read(keys, rows, arrived), keys)
+            answers += _one_each(await self._inner.read(keys, rows, arrived), keys, ReadResult)
             return answers
 
     async def write(
         self, keys: Sequence[ObjectKey], rows: Sequence[memoryview]
     ) -> list[WriteResult]:
         with self._asked(self._writes) as answers:
-            answers += _one_each(await self._inner.write(keys, rows), keys)
+            answers += _one_each(await self._inner.write(keys, rows), keys, WriteResult)
             return answers
 
     async def delete(self, keys: Sequence[ObjectKey]) -> None:
@@ -211,9 +211,14 @@ def said(error: BaseException) -> str:
     return f"the backend raised {type(error).__name__}"
 
 
-def _one_each(answers: list[Any], keys: Sequence[ObjectKey]) -> list[Any]:
+def _one_each(answers: list[Any], keys: Sequence[ObjectKey], kind: type) -> list[Any]:
+    """Somebody else's code may have answered anything."""
     if len(answers) != len(keys):
         raise BackendError(f"the backend gave {len(answers)} answers to {len(keys)} keys")
+    for answer in answers:
+        if not isinstance(answer, kind):
+            wrong = type(answer).__name__
+            raise BackendError(f"the backend answered with {wrong}, where {kind.__name__} was due")
     return answers
 
 

@@ -17,7 +17,7 @@ POLICIES: Final = "tiered_cache/write_policies.py"
 RADIX: Final = "tiered_cache/tree/radix.py"
 PREFETCH_TESTS: Final = "tests/storage/test_prefetch.py::"
 BACKUP_TESTS: Final = "tests/storage/test_backup.py::"
-HEALTH: Final = "tests/storage/test_health.py::"
+HEALTH_TESTS: Final = "tests/storage/test_health.py::"
 ENDS: Final = "tests/storage/test_ends.py::"
 THREE: Final = "tests/storage/test_three_tiers.py::"
 OPTIONS: Final = "tests/storage/test_options.py::"
@@ -254,8 +254,8 @@ MUTANTS: Final = [
         rule="§10.3",
         harm="a page that was spoilt once is a miss for ever",
         file=BACKUP,
-        old="            if not is_there or self._io.is_suspect(key)\n",
-        new="            if not is_there\n",
+        old="if at >= first and (not is_there or self._io.is_suspect(key))",
+        new="if at >= first and not is_there",
         test=BACKUP_TESTS + "test_what_storage_has_wrong_is_replaced",
     ),
     Mutant(
@@ -356,10 +356,10 @@ MUTANTS: Final = [
         rule="§10.9",
         harm="a store that was away for a moment is not used until the next start",
         file=HEALTH,
-        old="        if self._state is HealthState.OPEN:\n            return  # a call from before",
+        old="        if self._state is HealthState.OPEN:\n            return  # a call from before; the",
         new=(
             "        if self._state in (HealthState.OPEN, HealthState.HALF_OPEN):\n"
-            "            return  # a call from before"
+            "            return  # a call from before; the"
         ),
         test=OPTIONS + "test_retry_after_is_when_it_is_tried_again",
     ),
@@ -388,7 +388,7 @@ MUTANTS: Final = [
         file=WRAPPERS,
         old="                self._replaced.remove(task)\n",
         new="                self._replaced.remove(task)\n                self._turns.release()\n",
-        test=HEALTH + "test_calls_that_hang_are_replaced_four_times",
+        test=HEALTH_TESTS + "test_calls_that_hang_are_replaced_four_times",
     ),
     Mutant(
         id="a-turn-is-given-to-who-never-had-one",
@@ -397,7 +397,7 @@ MUTANTS: Final = [
         file=WRAPPERS,
         old="            self._surplus += 1\n",
         new="            pass\n",
-        test=HEALTH + "test_a_turn_that_was_never_taken_is_taken_back",
+        test=HEALTH_TESTS + "test_a_turn_that_was_never_taken_is_taken_back",
     ),
     Mutant(
         id="a-probe-on-another-loop-fails",
@@ -406,7 +406,7 @@ MUTANTS: Final = [
         file=TIER,
         old="            self._timers.remove(timer)\n",
         new="            self._timers = [old for old in self._timers if old.when() > 0]\n",
-        test=HEALTH + "test_a_probe_that_is_due_at_once_is_made[uvloop]",
+        test=HEALTH_TESTS + "test_a_probe_that_is_due_at_once_is_made[uvloop]",
     ),
     Mutant(
         id="a-late-end-closes-the-breaker",

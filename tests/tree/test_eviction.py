@@ -135,6 +135,67 @@ def test_an_unbacked_leaf_stays_while_something_below_it_is_held(held: int) -> N
     rig.check()
 
 
+@pytest.mark.parametrize("held", [32, 64, 96])
+def test_a_leaf_that_is_held_on_the_host_itself_goes_alone(held: int) -> None:
+    """§6.4, §11.5: a host lock keeps no page of the device, which others were promised; it leaves a
+    dead node, above what it does keep. That is out of reach until the gap is filled, and may go
+    when it is not held any more."""
+    rig = Rig()
+    path = seq("A", 32) + seq("B", 32) + seq("C", 32)
+    for end in (32, 64, 96):
+        rig.publish(path[:end])
+    rig.backup(path)
+    rig.evict(64)
+    found = rig.match(path)
+    top = path_to(found.best_node)[0]
+    rig.tree.components[0]._lose(top, Tier.HOST)  # type: ignore[attr-defined]
+    rig.host.free(rig.host_gap())
+    receipt = rig.tree.inc_host_lock_ref(Boundary(found.best_node, held))
+    before = rig.tree.evictable_size()
+    assert before == 2
+    result = rig.evict(32)
+    assert (result.count(0), result.count(0, Tier.HOST)) == (2, 0 if held > 32 else 4)
+    rig.check()
+    assert rig.hit(path) == (0, 0)
+    if held > 32:
+        assert result.dropped_tokens == 32
+        assert rig.evict_host(1000).count(0, Tier.HOST) == (2 if held == 64 else 0)
+        rig.publish(path[:32])
+        rig.check()
+        assert rig.hit(path) == (32, held - 32)
+    rig.tree.dec_host_lock_ref(receipt)
+    rig.check()
+    rig.evict(1000)
+    rig.evict_host(1000)
+    rig.check()
+    assert rig.tree.num_nodes == 0
+
+
+def test_a_gap_is_one_until_it_is_filled() -> None:
+    """§2.2: after that, host copies below nothing are a fault again; of a gap that is split, both
+    parts are gaps."""
+    rig = Rig()
+    path = seq("A", 64) + seq("B", 32)
+    for end in (64, 96):
+        rig.publish(path[:end])
+    rig.backup(path)
+    rig.evict(32)
+    found = rig.match(path)
+    top = path_to(found.best_node)[0]
+    rig.tree.components[0]._lose(top, Tier.HOST)  # type: ignore[attr-defined]
+    rig.host.free(rig.host_gap())
+    receipt = rig.tree.inc_host_lock_ref(found.best_boundary)
+    assert rig.evict(64).count(0) == 4
+    assert top.is_gap
+    rig.publish(path[:32] + seq("C", 32))  # splits it, and fills the front
+    rig.check()
+    assert rig.tree.num_nodes == 4
+    rig.publish(path)
+    rig.check()
+    assert [node.is_gap for node in rig.tree.nodes()] == [False] * 4
+    rig.tree.dec_host_lock_ref(receipt)
+
+
 def test_what_only_storage_has_between_does_not_hide_what_the_host_has_below() -> None:
     """§2.2, §7.3: top (device) - middle (storage only) - bottom (host): when the top goes and is
     not stored itself, the bottom must go with it."""

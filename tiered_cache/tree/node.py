@@ -63,6 +63,7 @@ class Node:
     + 1, which no split ever changes; `child_key`: the key under which it hangs in
     `parent.children`. `device_children`, `host_children`, `live_children`: how many children have
     a base value on the device, on the host, and on any tier; they make the leaf predicates O(1).
+    `is_gap`: it is nowhere, above host copies that were held when it went (semantics §6.4).
     """
 
     __slots__ = (
@@ -75,6 +76,7 @@ class Node:
         "end",
         "hit_count",
         "host_children",
+        "is_gap",
         "key",
         "live_children",
         "namespace",
@@ -107,6 +109,7 @@ class Node:
         self.host_children = 0
         self.live_children = 0
         self.hit_count = 0
+        self.is_gap = False
         self.page_keys: list[bytes] | None = None
 
     @property

@@ -460,6 +460,7 @@ class RadixTree:
             child.priority,
         )
         upper.hit_count = child.hit_count
+        upper.is_gap = child.is_gap
         child.key = child.key[cut * TOKEN_BYTES :]
         child.child_key = child.key[: self._page_bytes + overlap]
         child.parent = upper
@@ -698,12 +699,17 @@ class RadixTree:
         """Drop a leaf, with what only the host has below it: nothing may hang below a node that is
         nowhere (2.2).
 
-        False, and nothing changes, when something below it is held.
+        When something below it is held, it is not dropped with it. If it is held itself, it goes
+        alone (6.4): a host lock keeps no page of the device, on which others count. What is below
+        is out of reach until it is filled. Else False, and nothing changes.
         """
         if node.children and not node.data[BASE].stored:
             below = list(self._subtree(node))
             if any(map(_is_held_host_copy, below)):
-                return False
+                if not node.data[BASE].host_lock_ref:
+                    return False
+                node.is_gap = True
+                below = []
             for other in reversed(below):
                 self._drop(other, eviction)
         self._drop(node, eviction)

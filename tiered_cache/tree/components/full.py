@@ -276,6 +276,7 @@ class FullComponent(TreeComponent):
         assert parent is not None, "the root holds nothing"
         if data.value is None and data.host_value is None:
             parent.live_children += 1
+            node.is_gap = False
         if tier is DEVICE:
             data.value = ids
             parent.device_children += 1
@@ -346,6 +347,7 @@ def _ancestors(node: Node) -> Iterator[Node]:
 
 
 def _is_nowhere(node: Node) -> bool:
-    """No tier has it, nor is storage believed to."""
+    """No tier has it, nor is storage believed to; and that is a fault."""
     data = node.data[BASE]
-    return data.value is None and data.host_value is None and not data.stored
+    is_dead = data.value is None and data.host_value is None
+    return is_dead and not (data.stored or node.is_gap)

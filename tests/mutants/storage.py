@@ -356,11 +356,8 @@ MUTANTS: Final = [
         rule="§10.9",
         harm="a store that was away for a moment is not used until the next start",
         file=HEALTH,
-        old="        if self._state is HealthState.OPEN:\n            return  # a call from before; the",
-        new=(
-            "        if self._state in (HealthState.OPEN, HealthState.HALF_OPEN):\n"
-            "            return  # a call from before; the"
-        ),
+        old="self._state is HealthState.OPEN:\n            return  # a call from before; the",
+        new="self._state is not HealthState.CLOSED:\n            return  # a call from before; the",
         test=OPTIONS + "test_retry_after_is_when_it_is_tried_again",
     ),
     Mutant(

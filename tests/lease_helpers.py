@@ -108,8 +108,10 @@ class Rig:
 @contextlib.asynccontextmanager
 async def rig(pages: int = 16, *, options: Any = None, **sections: Any) -> AsyncIterator[Rig]:
     """A cache that is checked when it is left, whatever the test did to it."""
-    # With a storage section it looks for what is installed, on disk.
-    config = await asyncio.to_thread(settings, pages, **sections)
+    if "storage" in sections:  # it looks for what is installed, on disk
+        config = await asyncio.to_thread(settings, pages, **sections)
+    else:
+        config = settings(pages, **sections)
     async with UnifiedRadixCache.open(config, **(options or {})) as cache:
         made = Rig(cache)
         made.config = config

@@ -269,7 +269,7 @@ async def test_a_run_that_ends_without_a_commit_wakes_who_waits(ends: str) -> No
         if ends == "is cancelled":
             running.cancel()
         gate.open()
-        await asyncio.wait([running])
+        await asyncio.gather(running, return_exceptions=True)
         chunk = await soon(waiting)
         assert chunk is not None
         assert (chunk.start, chunk.stop) == (0, 9)

@@ -285,7 +285,8 @@ class StorageTier:
         found = 0
         for record in self.parts.formats:
             found += await self.backend.clear(record.scope)
-        await self._forget_beliefs()  # also what was written meanwhile
+        written_meanwhile = self._forget_beliefs()
+        await written_meanwhile
         return found
 
     async def detach(self, limit: float | None) -> None:

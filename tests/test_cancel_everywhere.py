@@ -597,6 +597,7 @@ def small_steps() -> Iterator[None]:
         mock.patch.object(prefetch, "HASH_PAGES", 1),
         mock.patch.object(backup, "HASH_PAGES", 1),
         mock.patch.object(storage_tier, "SWEEP_NODES", 1),
+        mock.patch("tiered_cache.storage_io.SEAL_BYTES", 0),
     ):
         yield
 
@@ -607,6 +608,16 @@ async def a_request_whose_prefix_storage_has() -> AsyncIterator[Work]:
     async with storage_stage() as (s, store):
         make_slow(store)
         yield s.serve([*A, 1])
+
+
+@in_any_turn
+async def a_prefetch_of_what_follows_is_given_up() -> AsyncIterator[Work]:
+    """Device and host have the front of it, which storage is asked for in the end."""
+    async with storage_stage() as (s, store):
+        make_slow(store)
+        await s.serve([*A[:5]])
+        with s.cache.prefetch(A):
+            yield turns(40)
 
 
 @in_any_turn

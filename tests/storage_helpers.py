@@ -69,26 +69,30 @@ async def three_tiers(
     host: Any = None,
     storage: Any = None,
     options: Any = None,
+    is_owned: bool = False,
     **sections: Any,
 ) -> AsyncIterator[tuple[Rig, Store]]:
-    """A cache of three tiers that is checked when it is left, and what it keeps."""
+    """A cache of three tiers that is checked when it is left, and what it keeps. `is_owned`: it
+    opens and closes the store itself."""
     store = store or Store()
     store.page_size = page_size = sections.get("page_size", P)
     section = {"backend": "memory", "prefetch": {"threshold": 0}, **(storage or {})}
-    given = {"storage_backend": store, **(options or {})}
+    given = {"storage_backend": None if is_owned else store, **(options or {})}
     loop = asyncio.get_running_loop()
     if isinstance(loop, DeterministicLoop):  # only what a test delays takes time
         names = ("run_executor", "copy_executor", "io_executor")
         given = {name: SeededExecutor(loop, durations=(0.0,)) for name in names} | given
-    async with rig(
+    made = rig(
         pages,
         host={"tokens": rows * page_size, **(host or {})},
         storage=section,
         options=given,
         **{"model": MODEL, **sections},
-    ) as r:
-        await r.cache.drain()
-        yield r, store
+    )
+    with opens(store.opened_as()) if is_owned else contextlib.nullcontext():
+        async with made as r:
+            await r.cache.drain()
+            yield r, store
     assert store.violations == []
 
 

@@ -22,6 +22,7 @@ from tiered_cache.prefetch import Prefetches, PrefetchHooks
 from tiered_cache.stats import StorageCounters, StorageStats
 from tiered_cache.storage.backend import (
     KEY_BYTES,
+    SCOPE_BYTES,
     BackendStats,
     ObjectKey,
     StorageBackend,
@@ -48,8 +49,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NO_KEY: Final = ObjectKey(bytes(KEY_BYTES))
-"""What a probe asks for."""
+PROBE_PAGE: Final = bytes(KEY_BYTES - SCOPE_BYTES)
+"""The page key that a probe asks for."""
 
 SWEEP_NODES: Final = 1000
 """Nodes whose belief is taken back between two turns of the loop."""
@@ -269,7 +270,7 @@ class StorageTier:
             self._probe_later()  # it was opened once more meanwhile
             return
         with suppress(BackendError):  # the breaker has taken note, and asks for another
-            await self.io.contains(BASE, [bytes(KEY_BYTES)[: -len(self.parts.formats[BASE].scope)]])
+            await self.io.contains(BASE, [PROBE_PAGE])
 
     # --- life cycle -------------------------------------------------------------------------------
 
@@ -283,10 +284,12 @@ class StorageTier:
         (semantics §12.1)."""
         await self._forget_beliefs()
         found = 0
-        for record in self.parts.formats:
-            found += await self.backend.clear(record.scope)
-        written_meanwhile = self._forget_beliefs()
-        await written_meanwhile
+        try:
+            for record in self.parts.formats:
+                found += await self.backend.clear(record.scope)
+        finally:  # also what was written meanwhile; and part of it may have gone, or all
+            forgetting = self._around.spawn(self._forget_beliefs(), "forget storage")
+        await asyncio.wait([forgetting])
         return found
 
     async def detach(self, limit: float | None) -> None:

@@ -13,7 +13,7 @@ import pytest
 from tests.lease_helpers import cancelled, rig, seq, start, turns
 from tests.storage_helpers import MODEL, Store, keep, prefetched, three_tiers, wipe
 from tests.tier_helpers import on_tier, until
-from tiered_cache import build
+from tiered_cache import BackendError, build
 from tiered_cache.storage.backend import ReadResult
 from tiered_cache.testing.faulty_backend import CallGate
 from tiered_cache.types import Boundary
@@ -288,3 +288,30 @@ async def test_a_breaker_that_is_opened_twice_is_probed() -> None:
         await asyncio.sleep(0.01)
         reads.open("6 calls hang")
         await until(lambda: r.cache.storage.health().reads == "closed")
+
+
+@pytest.mark.parametrize("how", ["fails", "is cancelled"])
+async def test_what_a_clear_may_have_deleted_is_not_believed_to_be_there(how: str) -> None:
+    """It has gone through, and its answer is lost; what was written while it began is gone too, and
+    kept again when it is next used."""
+    before, after = CallGate(), CallGate()
+    async with three_tiers() as (r, store):
+        store.fault("clear", gate=before)
+        store.fault("clear", gate=after, at="after", error=OSError("connection lost"))
+        clearing = start(r.cache.storage.clear())
+        await before.reached()
+        await r.serve(B)
+        await until(lambda: store.has(B) == "S" * 8)
+        before.open()
+        await after.reached()
+        assert store.rows == {}
+        if how == "is cancelled":
+            await cancelled(clearing)
+        else:
+            after.open()
+            with pytest.raises(BackendError):
+                await clearing
+        await r.cache.drain()
+        await r.serve([*B, 1])
+        await r.cache.drain()
+        assert store.has(B) == "S" * 8

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiered_cache.errors import IntegrityError
+from tiered_cache.tree.components.base import NO_PAGES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -42,6 +43,12 @@ class TierPages:
         """Ids of each component that nobody touches any more go home."""
         for allocator, ids in zip(self.allocators, pages, strict=True):
             allocator.free(ids)
+
+    def only(self, index: int, ids: PageIds) -> list[PageIds]:
+        """Ids of one component, and of the others none: by component."""
+        by_component: list[PageIds] = [NO_PAGES] * len(self.allocators)
+        by_component[index] = ids
+        return by_component
 
     def evict(self, need: Sequence[int]) -> EvictResult:
         """Give up so many pages of each component, or what can go."""

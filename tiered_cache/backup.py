@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from tiered_cache.errors import BackendError, StaleError
-from tiered_cache.keys import TOKEN_BYTES, hash_pages
+from tiered_cache.keys import HASH_PAGES, TOKEN_BYTES, hash_pages
 from tiered_cache.storage.backend import WriteResult
 from tiered_cache.storage.health import HealthState
-from tiered_cache.tree.components.base import NO_PAGES, join
+from tiered_cache.tree.components.base import join
 from tiered_cache.tree.node import BASE
 from tiered_cache.types import Boundary
 
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from tiered_cache.tree.node import Node
     from tiered_cache.tree.radix import RadixTree
     from tiered_cache.types import PageIds
-
-HASH_PAGES: Final = 256
-"""Page keys that are computed between two turns of the loop (0.3 ms at 16 tokens a page)."""
 
 WRITE_BYTES: Final = 32 << 20
 """What one call writes at most, and so what a backup keeps on the host at a time."""
@@ -171,7 +168,7 @@ class Backups:
                 call = self._write(receipt, start, [keys[at] for at in missing], ids)
         finally:
             if call is None:
-                self._release(receipt)
+                self._tree.let_go(receipt)
         if call is None:
             self._believe(receipt.node, start)
             return True
@@ -245,10 +242,6 @@ class Backups:
         if receipt.epoch != self._tree.epoch:
             raise StaleError("the cache was reset")
 
-    def _release(self, receipt: Receipt) -> None:
-        if receipt.epoch == self._tree.epoch:
-            self._tree.dec_host_lock_ref(receipt)
-
     def _write(
         self, receipt: Receipt, start: int, page_keys: Sequence[bytes], ids: PageIds
     ) -> StorageCall:
@@ -256,14 +249,12 @@ class Backups:
 
         def on_end(call: StorageCall) -> None:
             if call.epoch != self._tree.epoch:
-                by_component = [NO_PAGES] * len(self._tree.components)
-                by_component[BASE] = call.ids
-                self._host.give_back_stale(by_component)
+                self._host.give_back_stale(self._host.only(BASE, call.ids))
                 return
             self._count(call, page_keys)
             if call.results and call.num_good == len(ids):
                 self._believe(receipt.node, start)
-            self._release(receipt)
+            self._tree.let_go(receipt)
             self._changed()
 
         return self._io.write(BASE, page_keys, ids, self._tree.epoch, on_end)

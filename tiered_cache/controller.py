@@ -36,7 +36,6 @@ from tiered_cache.storage_io import ThreadContext
 from tiered_cache.storage_tier import StorageTier, Surroundings
 from tiered_cache.transfer.mover import Mover
 from tiered_cache.transfers import Transfers
-from tiered_cache.tree.components.base import NO_PAGES
 from tiered_cache.types import Outstanding, Tier
 from tiered_cache.write_policies import (
     STORE_BYTES,
@@ -340,13 +339,8 @@ class HybridCacheController:
 
     def _rows_of_calls(self) -> list[list[PageIds]]:
         """Host pages of this epoch that such calls touch; by component, for each."""
-        held = []
-        for call in self.storage_calls():
-            if call.epoch == self.epoch:
-                by_component = [NO_PAGES] * len(self.tree.components)
-                by_component[call.component] = call.ids
-                held.append(by_component)
-        return held
+        calls = [call for call in self.storage_calls() if call.epoch == self.epoch]
+        return [self.accounts.only(call.component, call.ids) for call in calls]
 
     def now(self) -> float:
         """Seconds on the loop's clock."""

@@ -181,8 +181,7 @@ async def run_to_end(
     try:
         return await asyncio.shield(waiter)
     except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if waiter.cancelled() and task is not None and not task.cancelling():
+        if waiter.cancelled() and not is_cancelled():
             # Nobody has cancelled the caller, so it must not look as if.
             raise ClosedError("dropped before it began: its executor was shut down") from None
         if not job.cancel():

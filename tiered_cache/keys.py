@@ -43,6 +43,9 @@ HIGH_HALF: Final = 4 if sys.byteorder == "little" else 0
 NO_SEQUENCES: Final = (str, bytes, bytearray, memoryview, Set, Mapping)
 """Iterable, but text, raw memory, or without an order of their own."""
 
+HASH_PAGES: Final = 256
+"""Page keys that are computed between two turns of a loop (0.3 ms at 16 tokens a page)."""
+
 NAMESPACE_TAG: Final = b"tiered-cache-namespace-v1"
 
 

@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING
 
 from tiered_cache.errors import CapacityError
 from tiered_cache.tree.node import BASE
-from tiered_cache.types import Boundary, MatchPrefixParams, Tier
+from tiered_cache.types import Boundary, Holding, MatchPrefixParams, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from types import TracebackType
-    from typing import Self
 
     from tiered_cache.accounts import PageAccounts, TierPages
     from tiered_cache.keys import RadixKey
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
     from tiered_cache.tree.radix import RadixTree
 
 
-class Pin:
+class Pin(Holding):
     """Keeps a prefix where it is until it is closed, its time is over, the cache is reset or
     closed: `with cache.pin(tokens, ttl=60) as pin`.
 
@@ -62,17 +60,6 @@ class Pin:
     def close(self) -> None:
         """Let go. Any number of times."""
         self._owner.close(self)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = ", closed" if self.closed else ""
@@ -157,13 +144,9 @@ class Pins:
         if pin.timer is not None:
             pin.timer.cancel()
             pin.timer = None
-        if receipt is None or receipt.epoch != self._tree.epoch:
-            return
-        if pin.tier is Tier.DEVICE:
-            self._tree.dec_lock_ref(receipt)
-        else:
-            self._tree.dec_host_lock_ref(receipt)
-        self._changed()
+        if receipt is not None:
+            self._tree.let_go(receipt)
+            self._changed()
 
     def close_all(self) -> None:
         """The cache ends, or was reset."""

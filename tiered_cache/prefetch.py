@@ -15,15 +15,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from tiered_cache.errors import BackendError, ClosedError, StaleError
+from tiered_cache.keys import HASH_PAGES
 from tiered_cache.storage.backend import ReadResult
 from tiered_cache.tree.components.base import NO_PAGES
 from tiered_cache.tree.node import BASE
-from tiered_cache.types import Boundary, MatchPrefixParams
+from tiered_cache.types import Boundary, Holding, MatchPrefixParams
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-    from types import TracebackType
-    from typing import Self
 
     from tiered_cache.accounts import HostPages
     from tiered_cache.config.schema import PrefetchConfig
@@ -33,9 +32,6 @@ if TYPE_CHECKING:
     from tiered_cache.tree.locks import Receipt
     from tiered_cache.tree.radix import RadixTree
     from tiered_cache.types import PageIds
-
-HASH_PAGES: Final = 256
-"""Page keys that are computed between two turns of the loop (0.3 ms at 16 tokens a page)."""
 
 PROBE_PAGES: Final = 256
 """Pages that are asked for in one question."""
@@ -117,7 +113,7 @@ class Prefetch:
         return f"<prefetch of {self.length} tokens, {self.reached} on the host>"
 
 
-class PrefetchHandle:
+class PrefetchHandle(Holding):
     """Somebody's interest in a prefix. Close it when the prefix was taken, or is not needed: `with
     cache.prefetch(tokens) as handle`, or `handle.close()`."""
 
@@ -173,17 +169,6 @@ class PrefetchHandle:
         if self._prefetch is None:
             raise ClosedError("this prefetch handle is closed: ask the cache for another")
         return self._prefetch
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<PrefetchHandle {self._prefetch or 'closed'!r}>"
@@ -361,7 +346,7 @@ class Prefetches:
         match = self._tree.match_prefix(MatchPrefixParams(prefetch.key, prefetch.length))
         receipt = self._tree.inc_host_lock_ref(Boundary(match.best_node, match.best_length))
         if prefetch.receipt is not None:
-            self._tree.dec_host_lock_ref(prefetch.receipt)
+            self._tree.let_go(prefetch.receipt)
         prefetch.receipt = receipt
         prefetch.reached = match.best_length
         return match.best_length
@@ -465,7 +450,7 @@ class Prefetches:
         self._read_no_more(prefetch)
         ids = call.ids
         if call.epoch != self._tree.epoch:
-            self._host.give_back_stale(self._by_component(ids))
+            self._host.give_back_stale(self._host.only(BASE, ids))
             return
         count = 0 if call.is_given_up or call.error is not None else call.num_good
         unused = ids[:count]
@@ -477,8 +462,8 @@ class Prefetches:
                 self._tree.believe_span_stored(boundary.node, start, BASE)
             if boundary is not None and prefetch in self._active and not prefetch.is_stopped:
                 self._hold(prefetch)
-        self._host.give_back(self._by_component(ids[count:]))
-        self._host.give_back(self._by_component(unused))
+        self._host.give_back(self._host.only(BASE, ids[count:]))
+        self._host.give_back(self._host.only(BASE, unused))
         if prefetch in self._active and not prefetch.is_stopped:
             prefetch.num_pages += count - len(unused)
         if call.error is None:
@@ -489,21 +474,17 @@ class Prefetches:
         self, prefetch: Prefetch, start: int, page_keys: Sequence[bytes], call: StorageCall
     ) -> None:
         """What storage said to have, and has not, or has wrong."""
-        wrong = [
-            key
-            for key, result in zip(page_keys, call.results, strict=True)
-            if result in (ReadResult.CORRUPT, ReadResult.MISSING)
-        ]
-        if not wrong:
-            return
         corrupt = [
             key
             for key, result in zip(page_keys, call.results, strict=True)
             if result is ReadResult.CORRUPT
         ]
+        num_wrong = len(corrupt) + call.results.count(ReadResult.MISSING)
+        if not num_wrong:
+            return
         self._io.suspect(corrupt)
         prefetch.why = prefetch.why or (
-            f"storage has {len(wrong)} pages missing or wrong that it said to have"
+            f"storage has {num_wrong} pages missing or wrong that it said to have"
         )
         forgotten = self._tree.forget_stored(prefetch.key, start + call.num_good * self._page_size)
         self._host.take_back(forgotten)
@@ -514,11 +495,7 @@ class Prefetches:
         prefetch.end("cancelled")
         if prefetch in self._active and (prefetch.detached or prefetch.receipt is not None):
             ttl_s = self._settings.result_ttl
-            prefetch.timer = self._loop.call_later(ttl_s, self._taken, prefetch)
-
-    def _taken(self, prefetch: Prefetch) -> None:
-        """Its result was used, or has waited long enough to be."""
-        self._let_go(prefetch)
+            prefetch.timer = self._loop.call_later(ttl_s, self._let_go, prefetch)
 
     def note_granted(self, receipt: Receipt) -> None:
         """A lease holds this prefix on the device: results within it are taken."""
@@ -530,13 +507,13 @@ class Prefetches:
             while node.parent is not None and node.parent.end >= result.depth:
                 node = node.parent
             if node is result.node:
-                self._taken(prefetch)
+                self._let_go(prefetch)
 
     def _let_go(self, prefetch: Prefetch) -> None:
         """Hold its result no longer: it stays cached."""
         receipt, prefetch.receipt = prefetch.receipt, None
-        if receipt is not None and receipt.epoch == self._tree.epoch:
-            self._tree.dec_host_lock_ref(receipt)
+        if receipt is not None:
+            self._tree.let_go(receipt)
         prefetch.num_pages = 0
         if prefetch.detached and prefetch.done.is_set():
             self._active.pop(prefetch, None)
@@ -586,8 +563,3 @@ class Prefetches:
     def __iter__(self) -> Iterator[Prefetch]:
         """Those that somebody is interested in."""
         return iter(tuple(self._active))
-
-    def _by_component(self, ids: PageIds) -> list[PageIds]:
-        by_component = [NO_PAGES] * len(self._tree.components)
-        by_component[BASE] = ids
-        return by_component

@@ -350,7 +350,7 @@ class Transfers:
             if retired.epoch == self._tree.epoch:
                 tier.allocators[retired.component].free(retired.ids)
             else:
-                tier.give_back_stale(self._by_component(retired.component, retired.ids))
+                tier.give_back_stale(tier.only(retired.component, retired.ids))
 
     def _count(self, transfer: Transfer) -> None:
         counters, failed = self._counters, transfer.error is not None
@@ -364,7 +364,7 @@ class Transfers:
     def _end_stale(self, transfer: Transfer) -> None:
         del self._active[transfer]
         tier = self._tiers[transfer.target]
-        tier.give_back_stale(self._by_component(transfer.component, transfer.target_ids))
+        tier.give_back_stale(tier.only(transfer.component, transfer.target_ids))
         self._tell_ended(transfer)
 
     # --- life cycle -------------------------------------------------------------------------------
@@ -412,7 +412,7 @@ class Transfers:
             for retired in self._retired
             if retired.target is tier and retired.epoch == self._tree.epoch
         ]
-        return [self._by_component(*pages) for pages in held]
+        return [self._tiers[tier].only(*pages) for pages in held]
 
     def num_in_flight(self, tier: Tier, component: int) -> int:
         """Target pages of this epoch's transfers."""
@@ -431,11 +431,6 @@ class Transfers:
             if (retired.target, retired.component) == (tier, component)
             and retired.epoch == self._tree.epoch
         )
-
-    def _by_component(self, component: int, ids: PageIds) -> list[PageIds]:
-        by_component: list[PageIds] = [NO_PAGES] * len(self._tree.components)
-        by_component[component] = ids
-        return by_component
 
     def __iter__(self) -> Iterator[Transfer]:
         return iter(tuple(self._active))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import sys
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from enum import Enum
 from operator import index
@@ -22,6 +23,8 @@ import numpy.typing as npt
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from types import TracebackType
+    from typing import Self
 
     from tiered_cache.keys import RadixKey
     from tiered_cache.tree.node import Node
@@ -32,6 +35,27 @@ ComponentId = NewType("ComponentId", str)
 
 NO_PAGE = -1
 """Entry of a page table, or of an insert, where a component has no page."""
+
+
+class Holding(ABC):
+    """Something that is held until it is closed, or until the end of its block (semantics §6.5)."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go. Any number of times."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
 
 
 class Tier(Enum):

@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 
 import redis
 
-from tiered_cache.jobs import DaemonExecutor, run_to_end, submit, threads_ended
+from tiered_cache.jobs import DaemonExecutor
 from tiered_cache.storage import ObjectKey, ReadResult
 from tiered_cache.storage.record import RecordFormat, fingerprint
+from tiered_cache.testing.backend_scene import ThreadContext
 from tiered_cache_redis import RedisBackend, RedisOptions
 
 T = TypeVar("T")
@@ -24,21 +25,23 @@ KIB, MIB = 1 << 10, 1 << 20
 READ, MISSING, CORRUPT = ReadResult.READ, ReadResult.MISSING, ReadResult.CORRUPT
 
 
-class IoThreads:
-    """A `BackendContext` on real threads. `num_runs`: jobs so far."""
+class IoThreads(ThreadContext):
+    """The shipped `BackendContext`. `num_runs`: jobs so far."""
 
     def __init__(self, num_threads: int = 4) -> None:
-        self.num_threads = num_threads
+        super().__init__(num_threads)
         self.num_runs = 0
-        self.executor = DaemonExecutor("io", num_threads)
+
+    @property
+    def executor(self) -> DaemonExecutor:
+        return self._executor
 
     async def run(self, fn: Callable[..., T], *args: Any) -> T:
         self.num_runs += 1
-        return await run_to_end(submit(self.executor, fn, *args))
+        return await super().run(fn, *args)
 
     async def aclose(self) -> None:
-        self.executor.shutdown(wait=False)
-        await threads_ended([self.executor], timeout=5)
+        await self.__aexit__()
 
 
 @asynccontextmanager

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tiered_cache.config import schema
 from tiered_cache.errors import BackendError
 from tiered_cache.storage import registry
 from tiered_cache.storage.registry import GROUP, backend_names, load_backend
@@ -23,7 +24,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> list[EntryPoint]:
     def entry_points(**wanted: Any) -> EntryPoints:
         return EntryPoints(points).select(**wanted)
 
-    monkeypatch.setattr(registry, "entry_points", entry_points)
+    for module in (registry, schema):
+        monkeypatch.setattr(module, "entry_points", entry_points)
     return points
 
 

@@ -127,7 +127,7 @@ MUTANTS: Final = [
         rule="§10.7",
         harm="a leak: what nobody takes keeps half of the host",
         file=PREFETCH,
-        old="            prefetch.timer = self._loop.call_later(ttl_s, self._taken, prefetch)\n",
+        old="            prefetch.timer = self._loop.call_later(ttl_s, self._let_go, prefetch)\n",
         new="            pass\n",
         test=PREFETCH_TESTS + "test_detached_it_needs_no_handle",
     ),

@@ -26,10 +26,9 @@ from tests.tier_helpers import until
 from tiered_cache import BackendError, UnifiedRadixCache, build
 from tiered_cache.observe import Event, EventKind
 from tiered_cache.stats import StorageStats
-from tiered_cache.storage.backend import WriteResult
+from tiered_cache.storage.backend import KEY_BYTES, ObjectKey, WriteResult
 from tiered_cache.storage.health import Breaker, BreakerSettings, HealthState
 from tiered_cache.storage.wrappers import Limited
-from tiered_cache.storage_tier import NO_KEY
 from tiered_cache.testing.faulty_backend import CallGate
 from tiered_cache_memory import MemoryBackend
 
@@ -403,7 +402,7 @@ async def test_a_turn_that_was_never_taken_is_taken_back() -> None:
     store, gate = Store(), CallGate()
     store.fault("contains", gate=gate)
     limited = Limited(store, 1, lambda num_waiting: None)
-    calls = [start(limited.contains([NO_KEY])) for _ in range(5)]
+    calls = [start(limited.contains([ObjectKey(bytes(KEY_BYTES))])) for _ in range(5)]
     await turns()
     limited.replace(calls[2])
     await turns()
@@ -416,7 +415,7 @@ async def test_a_turn_that_was_never_taken_is_taken_back() -> None:
     store.faults.clear()
     gate = CallGate()
     store.fault("contains", gate=gate)
-    calls = [start(limited.contains([NO_KEY])) for _ in range(3)]
+    calls = [start(limited.contains([ObjectKey(bytes(KEY_BYTES))])) for _ in range(3)]
     await turns()
     assert gate.num_waiting == 1
     gate.open()

@@ -6,7 +6,7 @@ import pytest
 
 from tests.tree.helpers import Rig, order_of, path_to, seq, spans
 from tiered_cache.tree.components.base import Eviction
-from tiered_cache.types import Boundary, Tier
+from tiered_cache.types import Boundary, MatchResult, Tier
 
 
 def test_a_leaf_goes_whole_and_the_oldest_first() -> None:
@@ -88,18 +88,23 @@ def test_stored_tokens_are_not_counted_as_dropped() -> None:
     rig.check()
 
 
+def top_without_host(rig: Rig, path: list[int], top: int, *ends: int) -> MatchResult:
+    """A path whose first `top` tokens are on the device only, and the rest on the host only."""
+    for end in (top, *ends):
+        rig.publish(path[:end])
+    rig.backup(path)
+    rig.evict(ends[-1] - top)
+    found = rig.match(path)
+    rig.tree.components[0]._lose(path_to(found.best_node)[0], Tier.HOST)  # type: ignore[attr-defined]
+    rig.host.free(rig.host_gap())
+    return found
+
+
 def test_an_unbacked_leaf_takes_what_only_the_host_has_below_it() -> None:
     """§7.3, §2.2: nothing on the host may hang below a node that is nowhere."""
     rig = Rig()
-    rig.publish(seq("A", 32))
-    rig.publish(seq("A", 32) + seq("B", 32))
-    rig.publish(seq("A", 32) + seq("B", 32) + seq("C", 32))
     path = seq("A", 32) + seq("B", 32) + seq("C", 32)
-    rig.backup(path)
-    rig.evict(64)
-    top = path_to(rig.match(path).best_node)[0]
-    rig.tree.components[0]._lose(top, Tier.HOST)  # type: ignore[attr-defined]
-    rig.host.free(rig.host_gap())
+    top_without_host(rig, path, 32, 64, 96)
     rig.check()
     result = rig.evict(1)
     assert (result.count(0), result.count(0, Tier.HOST)) == (2, 4)
@@ -113,14 +118,7 @@ def test_an_unbacked_leaf_stays_while_something_below_it_is_held(held: int) -> N
     """§7.3: unless anything there is locked; other leaves go instead, and it waits in the order."""
     rig = Rig()
     path = seq("A", 32) + seq("B", 32) + seq("C", 32)
-    for end in (32, 64, 96):
-        rig.publish(path[:end])
-    rig.backup(path)
-    rig.evict(64)
-    found = rig.match(path)
-    top = path_to(found.best_node)[0]
-    rig.tree.components[0]._lose(top, Tier.HOST)  # type: ignore[attr-defined]
-    rig.host.free(rig.host_gap())
+    found = top_without_host(rig, path, 32, 64, 96)
     receipt = rig.tree.inc_host_lock_ref(Boundary(found.best_node, held), start=held - 32)
     rig.publish(seq("D", 32))
     rig.publish(seq("E", 32))
@@ -142,14 +140,7 @@ def test_a_leaf_that_is_held_on_the_host_itself_goes_alone(held: int) -> None:
     when it is not held any more."""
     rig = Rig()
     path = seq("A", 32) + seq("B", 32) + seq("C", 32)
-    for end in (32, 64, 96):
-        rig.publish(path[:end])
-    rig.backup(path)
-    rig.evict(64)
-    found = rig.match(path)
-    top = path_to(found.best_node)[0]
-    rig.tree.components[0]._lose(top, Tier.HOST)  # type: ignore[attr-defined]
-    rig.host.free(rig.host_gap())
+    found = top_without_host(rig, path, 32, 64, 96)
     receipt = rig.tree.inc_host_lock_ref(Boundary(found.best_node, held))
     before = rig.tree.evictable_size()
     assert before == 2
@@ -176,14 +167,8 @@ def test_a_gap_is_one_until_it_is_filled() -> None:
     parts are gaps."""
     rig = Rig()
     path = seq("A", 64) + seq("B", 32)
-    for end in (64, 96):
-        rig.publish(path[:end])
-    rig.backup(path)
-    rig.evict(32)
-    found = rig.match(path)
+    found = top_without_host(rig, path, 64, 96)
     top = path_to(found.best_node)[0]
-    rig.tree.components[0]._lose(top, Tier.HOST)  # type: ignore[attr-defined]
-    rig.host.free(rig.host_gap())
     receipt = rig.tree.inc_host_lock_ref(found.best_boundary)
     assert rig.evict(64).count(0) == 4
     assert top.is_gap

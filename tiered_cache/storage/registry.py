@@ -13,18 +13,16 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Final
 
+from tiered_cache.config.schema import BACKEND_GROUP, installed_backends
 from tiered_cache.errors import BackendError
 from tiered_cache.storage.backend import StorageBackend
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-GROUP: Final = "tiered_cache.backends"
+GROUP: Final = BACKEND_GROUP
 
-
-def backend_names() -> list[str]:
-    """Names that `storage.backend` may take here. Loads nothing."""
-    return sorted({point.name for point in entry_points(group=GROUP)})
+backend_names = installed_backends
 
 
 def load_backend(name: str) -> type[StorageBackend]:

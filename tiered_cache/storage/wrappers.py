@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from tiered_cache.errors import BackendError
 from tiered_cache.jobs import is_cancelled
@@ -222,6 +222,18 @@ def _one_each(answers: list[Any], keys: Sequence[ObjectKey], kind: type) -> list
     return answers
 
 
+COUNTER_OF: Final[dict[ReadResult | WriteResult, str]] = {
+    ReadResult.READ: "objects_read",
+    ReadResult.MISSING: "objects_missing",
+    ReadResult.CORRUPT: "objects_corrupt",
+    ReadResult.FAILED: "objects_unreadable",
+    WriteResult.WRITTEN: "objects_written",
+    WriteResult.EXISTS: "objects_existing",
+    WriteResult.REFUSED: "objects_refused",
+    WriteResult.FAILED: "objects_unwritable",
+}
+
+
 class Counted(Wrapper):
     """Counts."""
 
@@ -244,14 +256,7 @@ class Counted(Wrapper):
     ) -> list[ReadResult]:
         with self._failures():
             results = await self._inner.read(keys, rows, arrived)
-        counters = self._counters
-        for result, row in zip(results, rows, strict=True):
-            if result is ReadResult.READ:
-                counters.objects_read += 1
-                counters.bytes_read += len(row)
-        counters.objects_missing += results.count(ReadResult.MISSING)
-        counters.objects_corrupt += results.count(ReadResult.CORRUPT)
-        counters.objects_unreadable += results.count(ReadResult.FAILED)
+        self._count(results, rows)
         return results
 
     async def write(
@@ -259,20 +264,25 @@ class Counted(Wrapper):
     ) -> list[WriteResult]:
         with self._failures():
             results = await self._inner.write(keys, rows)
-        counters = self._counters
-        for result, row in zip(results, rows, strict=True):
-            if result is WriteResult.WRITTEN:
-                counters.objects_written += 1
-                counters.bytes_written += len(row)
-        counters.objects_existing += results.count(WriteResult.EXISTS)
-        counters.objects_refused += results.count(WriteResult.REFUSED)
-        counters.objects_unwritable += results.count(WriteResult.FAILED)
+        self._count(results, rows)
         return results
 
     async def delete(self, keys: Sequence[ObjectKey]) -> None:
         with self._failures():
             await self._inner.delete(keys)
         self._counters.objects_deleted += len(keys)
+
+    def _count(
+        self, results: Sequence[ReadResult | WriteResult], rows: Sequence[memoryview]
+    ) -> None:
+        counters = self._counters
+        for result, row in zip(results, rows, strict=True):
+            name = COUNTER_OF[result]
+            setattr(counters, name, getattr(counters, name) + 1)
+            if result is ReadResult.READ:
+                counters.bytes_read += len(row)
+            elif result is WriteResult.WRITTEN:
+                counters.bytes_written += len(row)
 
     @contextmanager
     def _failures(self) -> Iterator[None]:

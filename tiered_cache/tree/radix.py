@@ -557,6 +557,15 @@ class RadixTree:
         """Give a host lock back; errors as `dec_lock_ref`."""
         self._release(receipt, Tier.HOST)
 
+    def let_go(self, receipt: Receipt) -> None:
+        """Give a lock of either tier back, once; nothing, when a `reset()` has voided it.
+
+        Raises:
+            LockError: released before, or foreign: nothing changes.
+        """
+        if receipt.epoch == self.epoch:
+            self._release(receipt, receipt.tier)
+
     def release(self, receipt: Receipt, component: int) -> None:
         """Give one component's part of a lock up early; the full release skips it (6.1)."""
         self.receipts.check(receipt, receipt.tier)

@@ -37,6 +37,7 @@ from tiered_cache import (
 from tiered_cache.prefetch import PrefetchHandle
 from tiered_cache.ranks import Ranks
 from tiered_cache.storage.backend import SCOPE_BYTES, ReadResult, StorageBackend
+from tiered_cache.storage_io import ThreadContext
 from tiered_cache.testing.awaits import Coverage, assert_nothing_left, cancel_everywhere
 from tiered_cache.testing.faulty_backend import CallGate
 from tiered_cache.testing.loop import HANG, DeterministicLoop, SeededExecutor, SeededJob
@@ -600,6 +601,17 @@ def small_steps() -> Iterator[None]:
         mock.patch("tiered_cache.storage_io.SEAL_BYTES", 0),
     ):
         yield
+
+
+@scenario
+async def a_job_that_waits_for_its_turn() -> AsyncIterator[Work]:
+    """It is the next, or leaves the turn to who is."""
+    threads = ThreadContext(executor(slow=True, num_threads=2), 2, num_busy=1)
+    before = start(threads.run(int))
+    await turns(1)
+    yield threads.run(int)
+    assert await before == await threads.run(int) == 0
+    assert threads.num_running == 0
 
 
 @scenario

@@ -25,14 +25,14 @@ from tiered_cache.admission import AdmissionQueue
 from tiered_cache.claims import Claims
 from tiered_cache.errors import CapacityError, ClosedError, WrongThreadError
 from tiered_cache.fences import Fences, as_awaitable, is_device_event
-from tiered_cache.jobs import Supervisor, run_to_end, submit, threads_ended
+from tiered_cache.jobs import DaemonExecutor, Supervisor, run_to_end, submit, threads_ended
 from tiered_cache.layers import LayerWaits
 from tiered_cache.lent import LentPages
 from tiered_cache.observe import Event, EventKind, Observers
 from tiered_cache.pins import Pins
 from tiered_cache.runs import Runs
 from tiered_cache.stats import CacheStats, Counters
-from tiered_cache.storage_io import ThreadContext
+from tiered_cache.storage_io import ThreadContext, num_spare_cores
 from tiered_cache.storage_tier import StorageTier, Surroundings
 from tiered_cache.transfer.mover import Mover
 from tiered_cache.transfers import Transfers
@@ -269,13 +269,15 @@ class HybridCacheController:
             raise ValueError("storage needs a host tier: its pages go through it")
         if self.storage is not None or self._is_attaching:
             raise ValueError("there is a storage tier already: detach it first")
-        threads = getattr(self._executors.io, "_max_workers", IO_THREADS)
+        io = self._executors.io
+        threads = getattr(io, "_max_workers", IO_THREADS)
+        num_busy = num_spare_cores() if isinstance(io, DaemonExecutor) else threads
         around = Surroundings(
             self.tree,
             self.host_pages,
             self._host.arenas,
             self.counters,
-            ThreadContext(self._executors.io, threads, self._given_up),
+            ThreadContext(io, threads, self._given_up, num_busy),
             self.observers,
             self._supervisor.spawn,
             self._agree_on_prefetch,

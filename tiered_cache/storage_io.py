@@ -9,6 +9,9 @@ know: what is read or written for whom, and what becomes of the rows.
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -19,11 +22,11 @@ from tiered_cache.storage.record import Arrivals
 
 if TYPE_CHECKING:
     import concurrent.futures
-    from collections.abc import Callable, Coroutine, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 
     from tiered_cache.pools.host import HostArena
     from tiered_cache.stats import StorageCounters
-    from tiered_cache.storage.backend import StorageBackend
+    from tiered_cache.storage.backend import BackendContext, StorageBackend
     from tiered_cache.storage.health import Breaker
     from tiered_cache.storage.record import RecordFormat
     from tiered_cache.storage.wrappers import Limited
@@ -42,10 +45,50 @@ MAX_REPLACED: Final = 4
 """Threads that hang and are replaced (semantics §9.3); after that storage is not asked any more."""
 
 
+BUSY_S: Final = 0.02
+"""A job that runs for longer waits for something: computing takes 1 ms per MiB at most."""
+
+
+class Turns:
+    """So many jobs compute at a time. More than there are cores would only keep one another, and
+    the event loop, from the interpreter's lock: whoever holds it is then mostly not running."""
+
+    def __init__(self, num_busy: int) -> None:
+        self._free = asyncio.Semaphore(num_busy)
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Until the block ends, or has taken so long that it does not compute."""
+        is_over = False
+
+        def end() -> None:
+            nonlocal is_over
+            if not is_over:
+                is_over = True
+                self._free.release()
+
+        await self._free.acquire()
+        timer = asyncio.get_running_loop().call_later(BUSY_S, end)
+        try:
+            yield
+        finally:
+            timer.cancel()
+            end()
+
+
+def num_spare_cores() -> int:
+    """Cores that this process may use, without the event loop's; one at least."""
+    usable = os.sched_getaffinity(0) if sys.platform == "linux" else range(os.cpu_count() or 1)
+    return max(1, len(usable) - 1)
+
+
 class ThreadContext:
     """What a backend is given: the cache's io threads.
 
-    `given_up`: done when the cache is closed and waits no longer.
+    Args:
+        given_up: done when the cache is closed and waits no longer.
+        num_busy: how many jobs may compute at the same time; others have their turn later, or as
+            soon as one of them turns out to wait.
     """
 
     def __init__(
@@ -53,18 +96,21 @@ class ThreadContext:
         executor: concurrent.futures.Executor,
         num_threads: int,
         given_up: asyncio.Future[None] | None = None,
+        num_busy: int | None = None,
     ) -> None:
         self._executor = executor
         self._given_up = given_up
+        self._turns = Turns(num_busy or num_threads)
         self._jobs: set[concurrent.futures.Future[Any]] = set()
         self.num_threads = num_threads
 
     async def run(self, fn: Callable[..., T], *args: Any) -> T:
         """See `BackendContext.run`."""
-        job = submit(self._executor, fn, *args)
-        self._jobs.add(job)
-        job.add_done_callback(self._jobs.discard)
-        return await run_to_end(job, self._given_up)
+        async with self._turns.turn():
+            job = submit(self._executor, fn, *args)
+            self._jobs.add(job)
+            job.add_done_callback(self._jobs.discard)
+            return await run_to_end(job, self._given_up)
 
     @property
     def num_running(self) -> int:
@@ -75,6 +121,27 @@ class ThreadContext:
         """So many threads hang: have as many more."""
         if isinstance(self._executor, DaemonExecutor):
             self._executor.grow_to(self.num_threads + num_hung)
+
+
+async def seal_rows(
+    context: BackendContext,
+    record: RecordFormat,
+    rows: Sequence[memoryview],
+    page_keys: Sequence[bytes],
+) -> None:
+    """Make objects of rows, in threads: all of them together where that is worth their while."""
+
+    def seal(first: int) -> None:
+        for at in range(first, len(rows), step):
+            record.seal(rows[at], page_keys[at])
+
+    step = context.num_threads if sum(map(len, rows)) > SEAL_BYTES else 1
+    if step == 1:
+        await context.run(seal, 0)
+    else:
+        async with asyncio.TaskGroup() as group:
+            for first in range(step):
+                group.create_task(context.run(seal, first))
 
 
 class StorageCall:
@@ -333,29 +400,18 @@ class StorageIO:
         arrivals = Arrivals(record, rows, page_keys)
         results = await self.backend.read(keys, rows, arrivals.arrived)
         there = [at for at, result in enumerate(results) if result is ReadResult.READ]
-        if there:
-            verdicts = await self._context.run(arrivals.verdicts, there)
-            for at, verdict in zip(there, verdicts, strict=True):
-                if verdict is not None:
-                    results[at] = ReadResult.CORRUPT
-                    self.counters.objects_corrupt += 1
+        if not arrivals.are_judged(there):
+            await self._context.run(arrivals.verdicts, there)
+        for at, verdict in zip(there, arrivals.verdicts(there), strict=True):
+            if verdict is not None:
+                results[at] = ReadResult.CORRUPT
+                self.counters.objects_corrupt += 1
         call.results = results
 
     async def _write(self, call: StorageCall, page_keys: Sequence[bytes]) -> None:
         record = self.formats[call.component]
         rows = self._rows(call)
-
-        def seal(first: int) -> None:
-            for at in range(first, len(rows), step):
-                record.seal(rows[at], page_keys[at])
-
-        step = self._context.num_threads if sum(map(len, rows)) > SEAL_BYTES else 1
-        if step == 1:
-            await self._context.run(seal, 0)
-        else:
-            async with asyncio.TaskGroup() as group:
-                for first in range(step):
-                    group.create_task(self._context.run(seal, first))
+        await seal_rows(self._context, record, rows, page_keys)
         keys = [record.object_key(key) for key in page_keys]
         call.results = await self.backend.write(keys, rows)
 

@@ -16,9 +16,10 @@ import os
 import struct
 import threading
 import time
-from array import array
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
+
+import numpy as np
 
 from tiered_cache.errors import BackendError
 from tiered_cache_file.layout import NUM_BUCKETS, PRIVATE_FILE, unusable
@@ -45,10 +46,9 @@ class Usage:
     __slots__ = ("_num_bytes", "_num_objects", "changed", "num_bytes", "num_objects")
 
     def __init__(self, state: bytes) -> None:
-        words = array("q")
-        words.frombytes(state[HEADER.size :])
+        words = np.frombuffer(state, np.int64, offset=HEADER.size).copy()
         self._num_objects, self._num_bytes = words[:NUM_BUCKETS], words[NUM_BUCKETS:]
-        self.num_objects, self.num_bytes = sum(self._num_objects), sum(self._num_bytes)
+        self.num_objects, self.num_bytes = int(self._num_objects.sum()), int(self._num_bytes.sum())
         self.changed = False
 
     def add(self, bucket: int, num_bytes: int, num_objects: int = 1) -> None:
@@ -62,11 +62,11 @@ class Usage:
         self.add(bucket, -num_bytes, -1)
 
     def num_objects_in(self, bucket: int) -> int:
-        return self._num_objects[bucket]
+        return int(self._num_objects[bucket])
 
     def counted(self, bucket: int, num_bytes: int, num_objects: int) -> None:
         """That is what is there, whatever was written down."""
-        more = num_bytes - self._num_bytes[bucket], num_objects - self._num_objects[bucket]
+        more = num_bytes - int(self._num_bytes[bucket]), num_objects - self.num_objects_in(bucket)
         if any(more):
             self.add(bucket, *more)
 

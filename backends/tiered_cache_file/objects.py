@@ -49,6 +49,8 @@ class Objects:
 
     def num_bytes(self, key: ObjectKey) -> int | None:
         """None: there is none."""
+        if not os.access(self.layout.path(key), os.F_OK):  # mostly; and an exception costs more
+            return None
         found = self._stat(key)
         return None if found is None else found.st_size
 

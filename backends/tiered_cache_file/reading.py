@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tiered_cache.storage import ObjectKey
     from tiered_cache_file.layout import Layout
 
-PIECE_BYTES: Final = 256 << 10
+PIECE_BYTES: Final = 512 << 10
 """Read at once, and told of: a checksum over it finds it in the processor's cache."""
 
 ALIGNMENT: Final = 4096

@@ -124,6 +124,11 @@ class Arrival:
             self._hash.update(self._row[self._upto : upto])
             self._upto = upto
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all that is checked is there."""
+        return self._upto == self._format.payload_end
+
     def checksum(self) -> bytes:
         """Of the row as it is, all of which is there."""
         self.arrived(self._format.payload_end)
@@ -156,19 +161,31 @@ class Arrival:
 
 
 class Arrivals:
-    """The rows of one read, in the order of their keys."""
+    """The rows of one read, in the order of their keys. Whoever brings a row's last byte judges it,
+    while others bring theirs."""
 
-    __slots__ = ("_rows",)
+    __slots__ = ("_rows", "_verdicts")
 
     def __init__(
         self, record: RecordFormat, rows: Sequence[memoryview], page_keys: Sequence[bytes]
     ) -> None:
         self._rows = [Arrival(record, *of) for of in zip(rows, page_keys, strict=True)]
+        self._verdicts: dict[int, str | None] = {}
 
     def arrived(self, index: int, stop: int) -> None:
         """As a backend tells it (`StorageBackend.read`)."""
-        self._rows[index].arrived(stop)
+        row = self._rows[index]
+        row.arrived(stop)
+        if row.is_whole:
+            self._verdicts[index] = row.verdict()
+
+    def are_judged(self, indexes: Sequence[int]) -> bool:
+        """Whether `verdicts` has nothing to compute: else it is work for a thread."""
+        return all(index in self._verdicts for index in indexes)
 
     def verdicts(self, indexes: Sequence[int]) -> list[str | None]:
-        """What is wrong with these rows, all of which have arrived; for a thread."""
-        return [self._rows[index].verdict() for index in indexes]
+        """What is wrong with these rows, all of which have arrived."""
+        for index in indexes:
+            if index not in self._verdicts:
+                self._verdicts[index] = self._rows[index].verdict()
+        return [self._verdicts[index] for index in indexes]

@@ -126,7 +126,7 @@ async def test_a_key_may_stand_twice_in_a_batch(tmp_path: Path) -> None:
 
 
 async def test_what_arrives_is_told_in_pieces(tmp_path: Path) -> None:
-    """Of 256 KiB, in order, while it is hot; the last one ends the row."""
+    """Of 512 KiB, in order, while it is hot; the last one ends the row."""
     num_bytes = (1 << 20) + ROW
     told: dict[int, list[int]] = {0: [], 1: []}
     async with opened(tmp_path) as store:
@@ -138,7 +138,7 @@ async def test_what_arrives_is_told_in_pieces(tmp_path: Path) -> None:
             told[index].append(stop)
 
         await store.read(keys(1, 2), places, arrived)
-    pieces = [*range(256 << 10, num_bytes, 256 << 10), num_bytes]
+    pieces = [*range(512 << 10, num_bytes, 512 << 10), num_bytes]
     assert told == {0: pieces, 1: pieces}
 
 

@@ -100,7 +100,7 @@ async def test_arrivals_are_told_while_they_are_hot(server: ValkeyServer) -> Non
     told: list[tuple[int, int]] = []
 
     def arrived(index: int, stop: int) -> None:
-        assert threading.current_thread().name.startswith("tiered-cache-io")
+        assert threading.current_thread().name.startswith("tiered-cache-backend-test")
         assert buffers[index][:stop] == pages.rows[index][:stop]
         told.append((index, stop))
 

@@ -91,8 +91,8 @@ MUTANTS: Final = [
         rule="§10.3",
         harm="wrong bytes: what a disk has spoilt is served",
         file=IO,
-        old="                if verdict is not None:\n",
-        new="                if verdict is None and False:\n",
+        old="            if verdict is not None:\n                results",
+        new="            if verdict is None and False:\n                results",
         test=PREFETCH_TESTS + "test_a_page_that_is_wrong_ends_the_prefix",
     ),
     Mutant(

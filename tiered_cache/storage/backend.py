@@ -127,7 +127,7 @@ class StorageBackend(ABC):
 
         `arrived(index, stop)`: may be called, from any thread, when bytes `[0, stop)` of
         `rows[index]` have just been written by that thread: the checksum is then computed while
-        they are in the processor's cache. Steps of 256 KiB are good ones. Never needed.
+        they are in the processor's cache. Steps of 256 or 512 KiB are good ones. Never needed.
         """
 
     @abstractmethod

@@ -123,7 +123,11 @@ class EndMarks(TreeComponent):
             for node in path
         )
 
-    def would_release(self, nodes: Sequence[Node]) -> int:
+    def held(self, node: Node, tier: Tier, part: Any) -> Sequence[Node]:
+        return [node]
+
+    def would_release(self, parts: Sequence[tuple[Node, Any]]) -> int:
+        nodes = [node for node, _ in parts]
         return sum(
             node.data[self.index].lock_ref == nodes.count(node)
             and node.data[self.index].value is not None

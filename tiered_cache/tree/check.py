@@ -32,6 +32,8 @@ def check_integrity(tree: RadixTree) -> None:
     _check_owners(tree, nodes, faults)
     _check_leaf_sets(tree, nodes, faults)
     _check_locks(tree, nodes, faults)
+    for component in tree.components:
+        component.check_orders(nodes, faults.append)
     if faults:
         raise IntegrityError("\n".join(faults))
 
@@ -147,32 +149,32 @@ def _check_leaf_sets(tree: RadixTree, nodes: list[Node], faults: list[str]) -> N
 
 
 def _check_locks(tree: RadixTree, nodes: list[Node], faults: list[str]) -> None:
-    """The base's locks equal the receipts that are out: of the device for the whole path, of the
-    host for a span."""
-    held: dict[Tier, Counter[Node]] = {Tier.DEVICE: Counter(), Tier.HOST: Counter()}
+    """All locks equal what the receipts that are out hold."""
+    held: Counter[tuple[Tier, int, Node]] = Counter()
     for receipt in tree.receipts:
-        start = receipt.parts[BASE]
-        if start is None or (receipt.tier is Tier.HOST and start >= receipt.depth):
-            continue  # given up early, or an empty span
+        nodes_held = [
+            (receipt.tier, component.index, node)
+            for component, part in zip(tree.components, receipt.parts, strict=True)
+            if part is not None  # else it was given up early
+            for node in component.held(receipt.node, receipt.tier, part)
+        ]
+        held.update(nodes_held)
         node = receipt.node
-        if node.end != receipt.depth:
+        if nodes_held and node.end != receipt.depth:
             faults.append(f"{receipt!r} ends inside {node!r}")
         while node.parent is not None:
-            if receipt.tier is Tier.DEVICE or node.end > start:
-                held[receipt.tier][node] += 1
             node = node.parent
-        if node is not tree.root:
+        if nodes_held and node is not tree.root:
             faults.append(f"{receipt!r} holds a node that is gone")
     for node in nodes:
-        base = node.data[BASE]
-        for name, locks, receipts in (
-            ("locks", base.lock_ref, held[Tier.DEVICE][node]),
-            ("host locks", base.host_lock_ref, held[Tier.HOST][node]),
-        ):
-            if locks != receipts:
-                faults.append(
-                    f"{node!r} has other {name} than the {receipts} receipts that are out"
-                )
+        for component, data in zip(tree.components, node.data, strict=True):
+            for tier, locks in ((Tier.DEVICE, data.lock_ref), (Tier.HOST, data.host_lock_ref)):
+                receipts = held[tier, component.index, node]
+                if locks != receipts:
+                    faults.append(
+                        f"{node!r} has {locks} {tier.value} locks of {component.id}, the receipts "
+                        f"that are out are {receipts}"
+                    )
 
 
 def _page_keys(tree: RadixTree, node: Node) -> list[bytes]:

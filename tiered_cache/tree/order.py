@@ -34,14 +34,15 @@ class Order:
     """Nodes sorted by `rank`, which must differ for any two nodes.
 
     A node stays where its rank was when it was last inserted or moved, so a rank may change before
-    `move` is called. The rank under which it stands is kept in its base data (`rank`), so it is in
-    one order at most, and in one of mirrors besides.
+    `move` is called. The rank under which it stands is kept in its data of the component `index`
+    (`rank`), so it is in one order of each component at most, and in one of mirrors besides.
     """
 
-    __slots__ = ("_lasts", "_nodes", "_rank", "_ranks", "_size", "_spare")
+    __slots__ = ("_index", "_lasts", "_nodes", "_rank", "_ranks", "_size", "_spare")
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: Rank, index: int = BASE) -> None:
         self._rank = rank
+        self._index = index
         self._ranks: list[list[int]] = []
         self._nodes: list[list[Node]] = []
         self._lasts: list[int] = []  # the highest rank of each chunk
@@ -49,7 +50,7 @@ class Order:
         self._size = 0
 
     def insert(self, node: Node) -> None:
-        rank = node.data[BASE].rank = self._rank(node)
+        rank = node.data[self._index].rank = self._rank(node)
         self._size += 1
         lasts = self._lasts
         if not lasts:
@@ -79,7 +80,7 @@ class Order:
 
     def move(self, node: Node) -> None:
         """Put a node where its rank belongs now."""
-        if self._rank(node) != node.data[BASE].rank:
+        if self._rank(node) != node.data[self._index].rank:
             Order.remove(self, node)
             Order.insert(self, node)
 
@@ -88,11 +89,11 @@ class Order:
 
     def is_in_place(self, node: Node) -> bool:
         """Whether the node stands under the rank that it has now (for the checker)."""
-        return Order.__contains__(self, node) and node.data[BASE].rank == self._rank(node)
+        return Order.__contains__(self, node) and node.data[self._index].rank == self._rank(node)
 
     def _find(self, node: Node) -> tuple[int, int]:
         """Chunk and place of a node that is in the order."""
-        rank = node.data[BASE].rank
+        rank = node.data[self._index].rank
         at = bisect_left(self._lasts, rank)
         return at, bisect_left(self._ranks[at], rank)
 
@@ -140,7 +141,7 @@ class Order:
         return chain.from_iterable(self._nodes)
 
     def __contains__(self, node: Node) -> bool:
-        rank = node.data[BASE].rank
+        rank = node.data[self._index].rank
         if not self._lasts or rank > self._lasts[-1]:
             return False
         at, place = self._find(node)
@@ -157,7 +158,7 @@ def _by_mirror_rank(method: Callable[[Any, Node], T]) -> Any:
     """
 
     def swapped(order: Any, node: Node) -> T:
-        data = node.data[BASE]
+        data = node.data[order._index]
         data.rank, data.mirror_rank = data.mirror_rank, data.rank
         try:
             return method(order, node)
@@ -180,4 +181,4 @@ class MirrorOrder(Order):
 
     def remove(self, node: Node) -> None:
         self._remove(node)
-        node.data[BASE].mirror_rank = -1
+        node.data[self._index].mirror_rank = -1

@@ -53,8 +53,8 @@ class SortedPolicy(Order):
 
     __slots__ = ("name",)
 
-    def __init__(self, name: str, rank: Rank) -> None:
-        super().__init__(rank)
+    def __init__(self, name: str, rank: Rank, index: int = BASE) -> None:
+        super().__init__(rank, index)
         self.name = name
 
     touch = Order.move
@@ -79,6 +79,11 @@ def recency(node: Node) -> int:
     """(access stamp, depth) as one int: unique, because a stamp belongs to the nodes of one
     path."""
     return node.data[BASE].stamp << DEPTH_BITS | node.end
+
+
+def recency_of(index: int) -> Rank:
+    """The same by the accesses of one component."""
+    return lambda node: node.data[index].stamp << DEPTH_BITS | node.end
 
 
 def age(node: Node) -> int:

@@ -10,6 +10,7 @@ Rules are numbered in the project's semantics; the numbers in comments are their
 
 from __future__ import annotations
 
+from operator import add
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -96,6 +97,11 @@ class RadixTree:
             component
             for component in self.components
             if type(component).leaf_cuts is not TreeComponent.leaf_cuts
+        ]
+        self._cutting_overlaps = [
+            component
+            for component in self.components
+            if type(component).overlap_cut is not TreeComponent.overlap_cut
         ]
         self.observers = Observers(observers)
         self.receipts = ReceiptBook()
@@ -290,6 +296,10 @@ class RadixTree:
                 if reached < end:
                     child, end = self._split_node(child, reached), reached
             if end > owned or child.data[BASE].value is None:
+                for component in self._cutting_overlaps:
+                    cut = component.overlap_cut(child, depth, params)
+                    if cut is not None:
+                        child, end = self._split_node(child, cut), cut
                 for component in self.components:
                     ids = component.update_component_on_insert_overlap(child, depth, params, result)
                     if ids is not None:
@@ -310,7 +320,9 @@ class RadixTree:
         if depth < length:
             if depth < result.prefix_len:
                 result.prefix_len = depth
-            self._add_leaf(path, depth, length, params, result)
+            left = self._add_leaf(path, depth, length, params, result)
+            if left is not None:
+                refused = left if refused is None else list(map(add, refused, left))
         for component in self.components:
             component.touch(path, self._stamp)
         if path:
@@ -400,21 +412,27 @@ class RadixTree:
 
     def _add_leaf(
         self, path: list[Node], start: int, stop: int, params: InsertParams, result: InsertResult
-    ) -> None:
+    ) -> list[list[PageIds]] | None:
         """Hang `[start, stop)` below `path`, cut where a component or the prompt's end wants a
-        boundary."""
+        boundary. By component, the ids that none took; None: all were."""
         key, parent = params.key, path[-1] if path else self.root
         ends: tuple[int, ...] = (stop,)
         if params.prompt_len is not None or self._cutting:
             ends = self._leaf_ends(start, stop, params)
+        left: list[list[PageIds]] | None = None
         for end in ends:
             leaf = self._hang(parent, key, start, end)
             leaf.priority = params.priority
             leaf.hit_count = 1 if end > params.inserted_len else 0
             for component in self.components:
-                component.commit_insert_component_data(leaf, start, params, result)
+                ids = component.commit_insert_component_data(leaf, start, params, result)
+                if ids is not None:
+                    if left is None:
+                        left = empty_lists(len(self.components))
+                    left[component.index].append(ids)
             path.append(leaf)
             parent, start = leaf, end
+        return left
 
     def _hang(self, parent: Node, key: RadixKey, start: int, stop: int) -> Node:
         """A new node `[start, stop)` below `parent`, which is nowhere yet."""
@@ -649,8 +667,16 @@ class RadixTree:
     def would_release(self, receipts: Sequence[Receipt]) -> list[int]:
         """Per component, pages that would become evictable if these receipts were released
         together."""
-        nodes = [receipt.node for receipt in receipts]
-        return [component.would_release(nodes) for component in self.components]
+        return [
+            component.would_release(
+                [
+                    (receipt.node, part)
+                    for receipt in receipts
+                    if (part := receipt.parts[component.index]) is not None
+                ]
+            )
+            for component in self.components
+        ]
 
     # --- eviction ---------------------------------------------------------------------------------
 
@@ -703,6 +729,19 @@ class RadixTree:
             if node.data[component.index].value is not None:
                 component.evict_component(node, Tier.DEVICE, eviction)
         return True
+
+    def evict_device_part(self, node: Node, owner: TreeComponent, eviction: Eviction) -> None:
+        """Give up what `owner` has of a node on the device: with the whole node where that is a
+        leaf, else with the components below it in eviction order, and a tombstone is left (1.2,
+        7.2)."""
+        if node.data[BASE].queue is self.leaves.device and self.evict_device_leaf(node, eviction):
+            return
+        for component in self._upwards:
+            if component.index < owner.index:
+                return
+            data = node.data[component.index]
+            if data.value is not None and not data.lock_ref:
+                component.evict_component(node, DEVICE, eviction)
 
     def evict_host_leaf(self, node: Node, eviction: Eviction) -> bool:
         """Drop a leaf, with what only the host has below it: nothing may hang below a node that is
@@ -807,7 +846,7 @@ class RadixTree:
         node: Node | None = pinned.receipt.node
         while node is not None and node.parent is not None and node.end > pinned.start:
             node.data[pinned.component].pending = transfer
-            self.leaves.refresh(node)
+            self.components[pinned.component].note_change(node)
             node = node.parent
 
     def believe_stored(self, node: Node, component: int, is_stored: bool) -> None:
@@ -815,7 +854,7 @@ class RadixTree:
         data = node.data[component]
         if data.stored is not is_stored:
             data.stored = is_stored
-            self.leaves.refresh(node)
+            self.components[component].note_change(node)
             if self.observers.listening:
                 kind = EventKind.STORED if is_stored else EventKind.REMOVED
                 self.components[component].tell(kind, Tier.STORAGE, node)
@@ -941,17 +980,18 @@ class RadixTree:
             ValueError, TypeError: ids that do not fit. StaleError: the boundary's node is gone.
                 Nothing was taken.
         """
-        start = boundary.depth - len(ids) * self.page_size
+        owner = self.components[component]
+        start = owner.span_start(boundary.depth, len(ids))
         if start < 0:
             raise ValueError(f"{len(ids)} pages do not fit into a path of {boundary.depth} tokens")
         if ids.dtype != INT32:
             raise TypeError(f"page ids must be int32, not {ids.dtype}")
         path = self._path_to(self.cut(boundary))[::-1]
         nodes = [node for node in path if node.end > start]
-        if nodes and nodes[0].start < start:
+        if nodes and nodes[0].start < start and owner.is_per_page:
             self._split_node(nodes[0], start)
         self.growth += 1
-        return self.components[component].commit_hicache_transfer(nodes, tier, ids)
+        return owner.commit_hicache_transfer(nodes, tier, ids)
 
     # --- life cycle -------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ with the seeds' names where the concept remains.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 from numpy import frombuffer
@@ -108,7 +108,14 @@ class Eviction:
 
 
 class TreeComponent(ABC):
-    """One kind of state. Made with its id, bound once by the tree that it is given to."""
+    """One kind of state. Made with its id, bound once by the tree that it is given to.
+
+    `is_per_page`: an id stands for each page of a node; else one for the state at its end.
+    `has_tombstones`: it may be missing at a node that exists.
+    """
+
+    is_per_page: ClassVar[bool] = True
+    has_tombstones: ClassVar[bool] = False
 
     def __init__(self, component_id: str) -> None:
         self.id = ComponentId(component_id)
@@ -169,12 +176,17 @@ class TreeComponent(ABC):
         `result.first_changed` to that of what was there twice.
         """
 
+    def overlap_cut(self, node: Node, start: int, params: InsertParams) -> int | None:
+        """Where `node`, which begins at `start` and which an insert is about to pass over, must be
+        cut so that this component can adopt what is below (semantics §5.5)."""
+        return None
+
     @abstractmethod
     def commit_insert_component_data(
         self, leaf: Node, start: int, params: InsertParams, result: InsertResult
-    ) -> None:
+    ) -> PageIds | None:
         """An insert has made `leaf`, which begins at `start`: take what belongs there (semantics
-        §5.6–7)."""
+        §5.6–7), or return the caller's ids that do not."""
 
     def leaf_cuts(self, start: int, stop: int, params: InsertParams) -> Iterable[int]:
         """Depths at which a fresh leaf `[start, stop)` should be cut for this component's sake
@@ -238,11 +250,28 @@ class TreeComponent(ABC):
         protect."""
 
     @abstractmethod
-    def would_release(self, nodes: Sequence[Node]) -> int:
-        """Device pages that would become evictable if one lock ending at each of `nodes` were
-        released."""
+    def would_release(self, parts: Sequence[tuple[Node, Any]]) -> int:
+        """Device pages that would become evictable if one lock for each of `parts` (the node where
+        it ends, and what its acquisition returned) were released."""
+
+    @abstractmethod
+    def held(self, node: Node, tier: Tier, part: Any) -> Iterable[Node]:
+        """The nodes that an acquisition holds which ended at `node` and returned `part`."""
 
     # --- transfer ---------------------------------------------------------------------------------
+
+    def num_ids(self, node: Node) -> int:
+        """How many ids stand for this component's part of `node`."""
+        return (node.end - node.start) // self.page_size if self.is_per_page else 1
+
+    def span_start(self, depth: int, num_ids: int) -> int:
+        """Where a span begins that ends at `depth` and has so many ids (semantics §1.5)."""
+        return depth - num_ids * self.page_size
+
+    def needed(self, path: Sequence[Node], target: Tier) -> Sequence[Node]:
+        """What of `path` (root first) a transfer to `target` is for: of a load, what a prefix that
+        ends there needs."""
+        return path
 
     def build_hicache_transfers(
         self, path: Sequence[Node], start: int, target: Tier, *, unless_stored: bool = False
@@ -251,11 +280,11 @@ class TreeComponent(ABC):
         bringing; root first, consecutive pages in one piece. `unless_stored`: what storage is
         believed to have is not lacking.
 
-        Ends where neither is the case. As it stands here, for components with an id per page.
+        Ends where neither is the case, unless this component has tombstones.
         """
         pieces: list[Piece] = []
         parts: list[PageIds] = []
-        for node in path:
+        for node in self.needed(path, target):
             data = node.data[self.index]
             there, source = data.value, data.host_value
             if target is Tier.HOST:
@@ -264,6 +293,8 @@ class TreeComponent(ABC):
                 continue
             pending = data.pending
             if pending is None and source is None:
+                if self.has_tombstones:
+                    continue
                 break
             last = pieces[-1] if pieces else None
             if last is None or last.stop != node.start or last.pending is not pending:
@@ -286,7 +317,14 @@ class TreeComponent(ABC):
 
     # --- proof ------------------------------------------------------------------------------------
 
+    def note_change(self, node: Node) -> None:
+        """Something that an order of this component is made of has changed at `node`."""
+        self.leaves.refresh(node)
+
     @abstractmethod
     def check(self, node: Node, fail: Any) -> None:
         """Call `fail(message)` for each invariant of this component that does not hold at
         `node`."""
+
+    def check_orders(self, nodes: Sequence[Node], fail: Any) -> None:  # noqa: B027 - most have none
+        """The same for the orders of this component, where it has some of its own."""

@@ -214,18 +214,22 @@ class FullComponent(TreeComponent):
                 num_pages += (min(node.end, depth) - node.start) // self.page_size
         return num_pages
 
-    def would_release(self, nodes: Sequence[Node]) -> int:
+    def would_release(self, parts: Sequence[tuple[Node, int]]) -> int:
         index, num_pages = self.index, 0
         left: dict[Node, int] = {}
-        for end in nodes:
-            node: Node | None = end
-            while node is not None and node.parent is not None:
+        for end, part in parts:
+            for node in self.held(end, DEVICE, part):
                 data = node.data[index]
                 left[node] = left.get(node, data.lock_ref) - 1
                 if left[node] == 0 and data.value is not None:
                     num_pages += len(data.value)
-                node = node.parent
         return num_pages
+
+    def held(self, node: Node, tier: Tier, part: int) -> Iterator[Node]:
+        for current in _ancestors(node):
+            if tier is not DEVICE and current.end <= part:
+                return
+            yield current
 
     def _acquire_host(self, path: Sequence[Node], start: int) -> int:
         """Hold what overlaps `[start, end)`; where the topmost held node starts, for a later split

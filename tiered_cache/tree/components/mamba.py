@@ -1,0 +1,141 @@
+"""Recurrent state: one slot describes one exact depth of a prefix, and nothing else will do.
+
+A prefix may end only where a state stands (semantics §3.4), a split leaves it where it is, at its
+depth, and a lock holds that one slot.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, ClassVar, Final
+
+import numpy as np
+
+from tiered_cache.tree.components.sparse import SparseComponent, per_page
+from tiered_cache.types import NO_PAGE, Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from tiered_cache.tree.node import Node
+    from tiered_cache.types import InsertParams, InsertResult, PageIds
+
+DEVICE: Final = Tier.DEVICE
+
+
+class MambaComponent(SparseComponent):
+    """State of linear-attention layers: one slot at the end of a node, or none.
+
+    In a page array its slot stands at the page that the depth ends, and −1 everywhere else.
+    """
+
+    is_per_page: ClassVar[bool] = False
+
+    def span_start(self, depth: int, num_ids: int) -> int:
+        return depth - self.page_size  # it ends the last page
+
+    # --- match ------------------------------------------------------------------------------------
+
+    def deepest_boundary(
+        self, path: Sequence[Node], count: int, depth: int, device_only: bool
+    ) -> int:
+        while count:
+            node = path[count - 1]
+            if node.end == depth and self.has(node, device_only):
+                break
+            count, depth = count - 1, node.start
+        return count
+
+    def collect(self, path: Sequence[Node], start: int, stop: int) -> PageIds:
+        pages = per_page(path, start, stop, self.page_size)
+        for node in path:
+            value = node.data[self.index].value
+            if value is not None and start < node.end <= stop:
+                pages[(node.end - start) // self.page_size - 1] = value[0]
+        return pages
+
+    def touch(self, path: Sequence[Node], stamp: int) -> None:
+        if path:
+            data = path[-1].data[self.index]
+            data.stamp = stamp
+            if data.value is not None or data.host_value is not None:
+                self.orders.note(path[-1])
+
+    # --- insert -----------------------------------------------------------------------------------
+
+    def update_component_on_insert_overlap(
+        self, node: Node, start: int, params: InsertParams, result: InsertResult
+    ) -> PageIds | None:
+        return self._take(node, max(start, params.prev_prefix_len), params, result)
+
+    def commit_insert_component_data(
+        self, leaf: Node, start: int, params: InsertParams, result: InsertResult
+    ) -> PageIds | None:
+        return self._take(leaf, start, params, result)
+
+    def _take(
+        self, node: Node, start: int, params: InsertParams, result: InsertResult
+    ) -> PageIds | None:
+        """Of the states that an insert has for `(start, end]`, the one at the end of `node`, if it
+        has none there (semantics §5.7); those that are left."""
+        size, value = self.page_size, node.data[self.index].value
+        ids = params.pages[self.index][start // size : node.end // size]
+        if value is None and len(ids) and ids[-1] != NO_PAGE:
+            self._gain(node, DEVICE, ids[-1:])
+            result.mamba_exist = False
+            ids = ids[:-1]
+        left: PageIds = ids[ids != NO_PAGE]
+        if value is not None:
+            left = left[left != value[0]]
+        if not len(left):
+            return None
+        result.first_changed = min(result.first_changed, start)
+        return left
+
+    def leaf_cuts(self, start: int, stop: int, params: InsertParams) -> Iterable[int]:
+        size = self.page_size
+        ids = params.pages[self.index][start // size : stop // size]
+        return [start + (int(at) + 1) * size for at in np.flatnonzero(ids != NO_PAGE)]
+
+    def allows_boundary(self, depth: int, params: InsertParams) -> bool:
+        """Nobody could use one without a state."""
+        return depth > 0 and bool(params.pages[self.index][depth // self.page_size - 1] != NO_PAGE)
+
+    # --- split ------------------------------------------------------------------------------------
+
+    def redistribute_on_node_split(self, parent: Node, child: Node, num_pages: int) -> None:
+        """The state stays at its depth, and so do its locks: with the child (semantics §4)."""
+
+    # --- locks ------------------------------------------------------------------------------------
+
+    def acquire_component_lock(self, path: Sequence[Node], tier: Tier, start: int) -> int:
+        if path and path[0].end > start:
+            self._hold(path[0], tier)
+        return start
+
+    def release_component_lock(self, node: Node, tier: Tier, part: int) -> None:
+        for held in self.held(node, tier, part):
+            self._unhold(held, tier)
+
+    def held(self, node: Node, tier: Tier, part: int) -> Iterator[Node]:
+        if node.parent is not None and node.end > part:
+            yield node
+
+    def would_protect(self, path: Sequence[Node], depth: int) -> int:
+        for node in path:
+            if node.end == depth:
+                data = node.data[self.index]
+                return int(data.value is not None and not data.lock_ref)
+        return 0
+
+    def would_release(self, parts: Sequence[tuple[Node, int]]) -> int:
+        left = Counter(node for node, _ in parts)
+        return sum(
+            node.data[self.index].value is not None and node.data[self.index].lock_ref == locks
+            for node, locks in left.items()
+        )
+
+    # --- transfer ---------------------------------------------------------------------------------
+
+    def needed(self, path: Sequence[Node], target: Tier) -> Sequence[Node]:
+        return path[-1:]

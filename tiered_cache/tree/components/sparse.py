@@ -1,0 +1,276 @@
+"""Components that may lack what the base has: where one does, the node is a tombstone of it.
+
+Sliding windows and recurrent states need only a part of a prefix, so the rest of theirs can go on
+its own. Here is what all such components have in common: how a residency is gained and lost, the
+orders in which they are given up (the oldest first), and what eviction does. What a prefix needs of
+one, and what a lock keeps, is its own matter.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Final
+
+import numpy as np
+
+from tiered_cache.observe import EventKind
+from tiered_cache.tree.components.base import (
+    NO_PAGES,
+    Eviction,
+    TreeComponent,
+    join,
+    own,
+    owns_memory,
+)
+from tiered_cache.tree.leaves import MAX_UNSETTLED
+from tiered_cache.tree.node import BASE
+from tiered_cache.tree.order import MirrorOrder
+from tiered_cache.tree.policies import SortedPolicy, recency_of
+from tiered_cache.types import NO_PAGE, Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from tiered_cache.observe import Observers
+    from tiered_cache.tree.leaves import LeafSets
+    from tiered_cache.tree.node import ComponentData, Node
+    from tiered_cache.tree.radix import RadixTree
+    from tiered_cache.types import PageIds
+
+DEVICE: Final = Tier.DEVICE  # looking an enum member up costs as much as a tree step
+
+
+class SparseOrders:
+    """Which node's part of one component goes next: on the device, on the host, and of the mirrors
+    (semantics §2.5, §8.3). Held ones stand in none, so that no eviction walks over them.
+
+    As with the leaf sets, changes are noted, and settled a little later.
+    """
+
+    __slots__ = ("_index", "_unsettled", "device", "host", "mirrors", "mirrors_are_spare")
+
+    def __init__(self, index: int, *, mirrors_are_spare: bool) -> None:
+        rank = recency_of(index)
+        self._index = index
+        self._unsettled: list[Node] = []
+        self.device = SortedPolicy("lru", rank, index)
+        self.host = SortedPolicy("lru", rank, index)
+        self.mirrors = MirrorOrder(rank, index)
+        self.mirrors_are_spare = mirrors_are_spare
+
+    def note(self, node: Node) -> None:
+        """A node's part, its locks or its age have changed."""
+        data = node.data[self._index]
+        if not data.unsettled:
+            data.unsettled = True
+            self._unsettled.append(node)
+            if len(self._unsettled) == MAX_UNSETTLED:
+                self.settle()
+
+    def settle(self) -> None:
+        """Bring the orders up to date."""
+        for node in self._unsettled:
+            data = node.data[self._index]
+            data.unsettled = False
+            wanted, listed = self.wanted(data), data.listed
+            if wanted is listed:
+                if listed is not None:
+                    listed.touch(node)
+            else:
+                if listed is not None:
+                    listed.remove(node)
+                if wanted is not None:
+                    wanted.insert(node)
+                data.listed = wanted
+            is_listed = data.mirror_rank >= 0
+            if self.is_spare_mirror(data):
+                (self.mirrors.move if is_listed else self.mirrors.insert)(node)
+            elif is_listed:
+                self.mirrors.remove(node)
+        self._unsettled.clear()
+
+    def wanted(self, data: ComponentData) -> SortedPolicy | None:
+        """The order that a part belongs in, if any."""
+        if data.value is not None:
+            return None if data.lock_ref else self.device
+        if data.host_value is not None and not data.host_lock_ref:
+            return self.host
+        return None
+
+    def is_spare_mirror(self, data: ComponentData) -> bool:
+        """Whether a part's host copy can be given up without losing anything."""
+        return (
+            data.value is not None
+            and data.host_value is not None
+            and not data.host_lock_ref
+            and data.pending is None
+            and (data.stored or self.mirrors_are_spare)
+        )
+
+    def first(self, tier: Tier) -> Node | None:
+        """The oldest that nobody holds, or None."""
+        if self._unsettled:
+            self.settle()
+        return (self.device if tier is DEVICE else self.host).first()
+
+    def first_mirror(self) -> Node | None:
+        """The host copy to give up next, of those that can be spared."""
+        if self._unsettled:
+            self.settle()
+        return self.mirrors.first()
+
+
+class SparseComponent(TreeComponent):
+    """Base of components with tombstones."""
+
+    has_tombstones: ClassVar[bool] = True
+    orders: SparseOrders
+
+    def bind(self, index: int, page_size: int, leaves: LeafSets, observers: Observers) -> None:
+        super().bind(index, page_size, leaves, observers)
+        self.orders = SparseOrders(index, mirrors_are_spare=leaves.mirrors_are_spare)
+
+    def note_change(self, node: Node) -> None:
+        self.orders.note(node)
+
+    def has(self, node: Node, device_only: bool) -> bool:
+        """Whether its part of `node` is where a match looks for it."""
+        data = node.data[self.index]
+        return data.value is not None or (not device_only and data.host_value is not None)
+
+    # --- eviction ---------------------------------------------------------------------------------
+
+    def evict_component(self, node: Node, tier: Tier, eviction: Eviction) -> None:
+        ids = self._lose(node, tier)
+        (eviction.device if tier is DEVICE else eviction.host)[self.index].append(ids)
+        if tier is eviction.tier:
+            eviction.counts[self.index] += len(ids)
+
+    def drive_eviction(self, tree: RadixTree, need: int, eviction: Eviction) -> None:
+        while eviction.counts[self.index] < need:
+            node = self.orders.first(DEVICE)
+            if node is None:
+                return
+            tree.evict_device_part(node, self, eviction)
+
+    def drive_host_eviction(self, tree: RadixTree, need: int, eviction: Eviction) -> None:
+        while eviction.counts[self.index] < need:
+            node = self.orders.first_mirror() or self.orders.first(Tier.HOST)
+            if node is None:
+                return
+            self.evict_component(node, Tier.HOST, eviction)
+
+    # --- locks ------------------------------------------------------------------------------------
+
+    def _hold(self, node: Node, tier: Tier) -> None:
+        data = node.data[self.index]
+        if tier is DEVICE:
+            data.lock_ref += 1
+            if data.lock_ref == 1 and data.value is not None:
+                self.device.protect(len(data.value))
+        else:
+            data.host_lock_ref += 1
+            if data.host_lock_ref == 1 and data.host_value is not None:
+                self.host.protect(len(data.host_value))
+        self.orders.note(node)
+
+    def _unhold(self, node: Node, tier: Tier) -> None:
+        data = node.data[self.index]
+        if tier is DEVICE:
+            data.lock_ref -= 1
+            if data.lock_ref == 0 and data.value is not None:
+                self.device.protect(-len(data.value))
+        else:
+            data.host_lock_ref -= 1
+            if data.host_lock_ref == 0 and data.host_value is not None:
+                self.host.protect(-len(data.host_value))
+        self.orders.note(node)
+
+    # --- the two changes of a residency, each with its counters -----------------------------------
+
+    def _gain(self, node: Node, tier: Tier, ids: PageIds) -> None:
+        data = node.data[self.index]
+        if tier is DEVICE:
+            data.value = own(ids)
+            self.device.credit(len(ids), data.lock_ref)
+        else:
+            data.host_value = own(ids)
+            self.host.credit(len(ids), data.host_lock_ref)
+        self.orders.note(node)
+        if self.observers.listening:
+            self.tell(EventKind.STORED, tier, node)
+
+    def _lose(self, node: Node, tier: Tier) -> PageIds:
+        data = node.data[self.index]
+        if tier is DEVICE:
+            ids, data.value = data.value, None
+            assert ids is not None, "callers have looked"
+            self.device.credit(-len(ids), data.lock_ref)
+        else:
+            ids, data.host_value = data.host_value, None
+            assert ids is not None, "callers have looked"
+            self.host.credit(-len(ids), data.host_lock_ref)
+        self.orders.note(node)
+        if self.observers.listening:
+            self.tell(EventKind.REMOVED, tier, node)
+        return ids
+
+    # --- transfer ---------------------------------------------------------------------------------
+
+    def commit_hicache_transfer(self, nodes: Sequence[Node], tier: Tier, ids: PageIds) -> PageIds:
+        unused, at = [], 0
+        for node in nodes:
+            num_ids = self.num_ids(node)
+            mine = ids[at : at + num_ids]
+            at += num_ids
+            data = node.data[self.index]
+            if (data.value if tier is DEVICE else data.host_value) is not None:
+                unused.append(mine)
+            else:
+                self._gain(node, tier, mine)
+        return join(unused)
+
+    # --- proof ------------------------------------------------------------------------------------
+
+    def check(self, node: Node, fail: Callable[[str], None]) -> None:
+        data, base = node.data[self.index], node.data[BASE]
+        for name, value in (("value", data.value), ("host_value", data.host_value)):
+            if value is None:
+                continue
+            if len(value) != self.num_ids(node):
+                fail(f"{name} of {self.id} has {len(value)} ids, not {self.num_ids(node)}")
+            if not owns_memory(value):
+                fail(f"{name} of {self.id} is writable, or a view of something larger")
+            if (np.asarray(value) == NO_PAGE).any():
+                fail(f"{name} of {self.id} names no page")
+        if data.value is not None and base.value is None:
+            fail(f"has {self.id} on the device without the base (semantics §2.2)")
+        if data.host_value is not None and base.value is None and base.host_value is None:
+            fail(f"has {self.id} on the host without the base (semantics §2.2)")
+        if data.lock_ref > base.lock_ref:
+            fail(f"is locked more by {self.id} than by the base (semantics §2.3)")
+
+    def check_orders(self, nodes: Sequence[Node], fail: Callable[[str], None]) -> None:
+        orders = self.orders
+        orders.settle()
+        for name, order, belongs in (
+            ("device", orders.device, lambda data: orders.wanted(data) is orders.device),
+            ("host", orders.host, lambda data: orders.wanted(data) is orders.host),
+            ("mirrors", orders.mirrors, orders.is_spare_mirror),
+        ):
+            wanted = {node for node in nodes if belongs(node.data[self.index])}
+            listed = list(order)
+            if set(listed) != wanted or len(listed) != len(order):
+                fail(f"{self.id} {name} are {listed}, they should be {wanted}")
+            if not all(map(order.is_in_place, listed)):
+                fail(f"{self.id} {name}: some stand under an old rank")
+
+
+def valid_from(ids: PageIds) -> int:
+    """The first index from which on there is a page everywhere."""
+    gaps = np.flatnonzero(ids == NO_PAGE)
+    return int(gaps[-1]) + 1 if len(gaps) else 0
+
+
+def per_page(path: Sequence[Node], start: int, stop: int, page_size: int) -> PageIds:
+    """Room for an id per page of `[start, stop)`, none yet."""
+    return np.full(max(0, stop - start) // page_size, NO_PAGE, np.int32) if path else NO_PAGES

@@ -1,0 +1,206 @@
+"""A sliding window: of a prefix only the last `window` tokens are needed.
+
+So a prefix may end where the window behind it is there, and what is further up can go: a tombstone
+costs nothing but the boundaries for a window's length below it (semantics §3.4).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from tiered_cache.tree.components.base import own
+from tiered_cache.tree.components.sparse import SparseComponent, per_page, valid_from
+from tiered_cache.types import NO_PAGE, Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from tiered_cache.tree.node import Node
+    from tiered_cache.types import InsertParams, InsertResult, PageIds
+
+DEVICE: Final = Tier.DEVICE
+
+
+class SWAComponent(SparseComponent):
+    """KV of layers that see the last `window` tokens, the current one included: one page id per
+    page, for all pages of a node or for none.
+
+    Args:
+        component_id: `swa`, or `swa.4096` where a model has several windows.
+        window: W, in tokens.
+    """
+
+    def __init__(self, component_id: str, window: int) -> None:
+        super().__init__(component_id)
+        if window < 1:
+            raise ValueError(f"a window has at least 1 token, not {window}")
+        self.window = window
+
+    def _floor(self, depth: int) -> int:
+        return depth - depth % self.page_size
+
+    def _ceil(self, depth: int) -> int:
+        return self._floor(depth + self.page_size - 1)
+
+    def _in_window(self, path: Sequence[Node], depth: int, window: int) -> Iterator[Node]:
+        """The nodes of `path` (end first) that reach into the last `window` tokens before
+        `depth`."""
+        top = depth - window
+        for node in path:
+            yield node
+            if node.start <= top:
+                return
+
+    # --- match ------------------------------------------------------------------------------------
+
+    def deepest_boundary(
+        self, path: Sequence[Node], count: int, depth: int, device_only: bool
+    ) -> int:
+        end = depth
+        for at in range(count - 1, -1, -1):
+            node = path[at]
+            if not self.has(node, device_only):
+                count, end = at, node.start  # and nothing ends right below, where it runs short
+            elif end - node.start >= self.window:
+                return count
+        return count  # up to the root without a tombstone: a short path is a whole window
+
+    def collect(self, path: Sequence[Node], start: int, stop: int) -> PageIds:
+        size = self.page_size
+        pages = per_page(path, start, stop, size)
+        for node in path:
+            value = node.data[self.index].value
+            if value is None or node.end <= start or node.start >= stop:
+                continue
+            first, last = max(node.start, start), min(node.end, stop)
+            of_node = value[(first - node.start) // size : (last - node.start) // size]
+            pages[(first - start) // size : (last - start) // size] = of_node
+        return pages
+
+    def touch(self, path: Sequence[Node], stamp: int) -> None:
+        if path:
+            reach = self.window + self.page_size
+            for node in self._in_window(path[::-1], path[-1].end, reach):
+                data = node.data[self.index]
+                if data.stamp != stamp:
+                    data.stamp = stamp
+                    if data.value is not None or data.host_value is not None:
+                        self.orders.note(node)
+
+    # --- insert -----------------------------------------------------------------------------------
+
+    def _first_page(self, start: int, params: InsertParams) -> int:
+        """The depth from which on an insert that passes `start` may bring pages of a window."""
+        return max(start, self._ceil(params.swa_evicted_seqlen), params.prev_prefix_len)
+
+    def _brings_from(self, start: int, stop: int, params: InsertParams) -> int:
+        """The depth from which on the insert has pages for all of `[…, stop)`."""
+        size = self.page_size
+        first = min(self._first_page(start, params), stop)
+        ids = params.pages[self.index][first // size : stop // size]
+        return first + valid_from(ids) * size
+
+    def overlap_cut(self, node: Node, start: int, params: InsertParams) -> int | None:
+        if node.data[self.index].value is not None:
+            return None
+        first = self._brings_from(start, node.end, params)
+        return first if start < first < node.end else None
+
+    def update_component_on_insert_overlap(
+        self, node: Node, start: int, params: InsertParams, result: InsertResult
+    ) -> PageIds | None:
+        size = self.page_size
+        value = node.data[self.index].value
+        if value is None:
+            if self._brings_from(start, node.end, params) == start:
+                ids = params.pages[self.index][start // size : node.end // size]
+                self._gain(node, DEVICE, ids)
+            return None
+        first = self._first_page(start, params)
+        if first >= node.end:
+            return None
+        ids = params.pages[self.index][first // size : node.end // size]
+        duplicates: PageIds = ids[(ids != NO_PAGE) & (ids != value[(first - start) // size :])]
+        if not len(duplicates):
+            return None
+        result.first_changed = min(result.first_changed, first)
+        return duplicates
+
+    def commit_insert_component_data(
+        self, leaf: Node, start: int, params: InsertParams, result: InsertResult
+    ) -> PageIds | None:
+        size = self.page_size
+        ids = params.pages[self.index][start // size : leaf.end // size]
+        if self._brings_from(start, leaf.end, params) == start:
+            self._gain(leaf, DEVICE, ids)
+            return None
+        left = ids[ids != NO_PAGE]  # the leaf was not cut where they begin
+        return left if len(left) else None
+
+    def leaf_cuts(self, start: int, stop: int, params: InsertParams) -> Iterable[int]:
+        return self._brings_from(start, stop, params), stop - self._ceil(self.window)
+
+    # --- split ------------------------------------------------------------------------------------
+
+    def redistribute_on_node_split(self, parent: Node, child: Node, num_pages: int) -> None:
+        upper, lower = parent.data[self.index], child.data[self.index]
+        upper.lock_ref, upper.host_lock_ref = lower.lock_ref, lower.host_lock_ref
+        upper.stamp, upper.stored, upper.pending = lower.stamp, lower.stored, lower.pending
+        if lower.value is not None:
+            upper.value, lower.value = own(lower.value[:num_pages]), own(lower.value[num_pages:])
+        if lower.host_value is not None:
+            upper.host_value, lower.host_value = (
+                own(lower.host_value[:num_pages]),
+                own(lower.host_value[num_pages:]),
+            )
+        self.orders.note(parent)
+
+    # --- locks ------------------------------------------------------------------------------------
+
+    def acquire_component_lock(self, path: Sequence[Node], tier: Tier, start: int) -> int:
+        """Returns the depth at which the topmost held node begins: release walks up to there, so
+        that no split in between can make it stop early (semantics §6.1–2)."""
+        if not path:
+            return start
+        top = path[0].end
+        held = self._in_window(path, top, self.window) if tier is DEVICE else path
+        for node in held:
+            if node.end <= start:
+                break
+            self._hold(node, tier)
+            top = node.start
+        return top
+
+    def release_component_lock(self, node: Node, tier: Tier, part: int) -> None:
+        for held in self.held(node, tier, part):
+            self._unhold(held, tier)
+
+    def held(self, node: Node, tier: Tier, part: int) -> Iterator[Node]:
+        current: Node | None = node
+        while current is not None and current.parent is not None and current.end > part:
+            yield current
+            current = current.parent
+
+    def would_protect(self, path: Sequence[Node], depth: int) -> int:
+        num_pages = 0
+        within = [node for node in path if node.start < depth]
+        for node in self._in_window(within, depth, self.window):
+            data = node.data[self.index]
+            if not data.lock_ref and data.value is not None:
+                num_pages += (min(node.end, depth) - node.start) // self.page_size
+        return num_pages
+
+    def would_release(self, parts: Sequence[tuple[Node, int]]) -> int:
+        left: dict[Node, int] = {}
+        for node, part in parts:
+            for held in self.held(node, DEVICE, part):
+                left[held] = left.get(held, held.data[self.index].lock_ref) - 1
+        values = [node.data[self.index].value for node, locks in left.items() if not locks]
+        return sum(len(value) for value in values if value is not None)
+
+    # --- transfer ---------------------------------------------------------------------------------
+
+    def needed(self, path: Sequence[Node], target: Tier) -> Sequence[Node]:
+        if target is not DEVICE or not path:
+            return path
+        return list(self._in_window(path[::-1], path[-1].end, self.window))[::-1]

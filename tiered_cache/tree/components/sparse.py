@@ -189,6 +189,8 @@ class SparseComponent(TreeComponent):
 
     def _gain(self, node: Node, tier: Tier, ids: PageIds) -> None:
         data = node.data[self.index]
+        if not data.stamp:  # a split has made the node: it is as old as its base
+            data.stamp = node.data[BASE].stamp
         if tier is DEVICE:
             data.value = own(ids)
             self.device.credit(len(ids), data.lock_ref)

@@ -154,21 +154,21 @@ class HybridRig:
                 pool.free(ids)
         return result
 
-    def move(self, boundary: Boundary, index: int, target: Tier) -> int:
-        """Copy what the path to a boundary lacks of a component on a tier; how many pages."""
+    def move(self, boundary: Boundary, index: int, target: Tier) -> bool:
+        """Copy what the path to a boundary lacks of a component on a tier. False: there was not
+        room for all of it."""
         source = Tier.HOST if target is Tier.DEVICE else Tier.DEVICE
-        pool, count = self.pools[target][index], 0
+        pool = self.pools[target][index]
         for piece in self.tree.plan_transfer(boundary, index, target):
             assert piece.ids is not None, "nothing is pending"
             ids = pool.allocate(len(piece.ids))
             if ids is None:
-                break
+                return False
             for old, new in zip(piece.ids.tolist(), ids.tolist(), strict=True):
                 self.content[target, index, new] = self.content[source, index, old]
             end = Boundary(boundary.node, piece.stop)
             pool.free(self.tree.commit_transfer(end, index, target, ids))
-            count += len(ids)
-        return count
+        return True
 
     def reset(self) -> None:
         self.tree.reset()

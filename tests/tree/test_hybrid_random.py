@@ -146,9 +146,8 @@ class Walk:
         if not found.host_hit_length:
             return False
         target = found.best_length
-        for index in range(len(self.rig.components)):
-            self.rig.move(found.best_boundary, index, Tier.DEVICE)
-        if all(pool.num_free for pool in self.rig.pools[Tier.DEVICE]):
+        indexes = range(len(self.rig.components))
+        if all([self.rig.move(found.best_boundary, index, Tier.DEVICE) for index in indexes]):
             assert self.rig.match(key).device_length >= target
         return None
 

@@ -147,7 +147,7 @@ class Walk:
             return False
         target = found.best_length
         indexes = range(len(self.rig.components))
-        if all([self.rig.move(found.best_boundary, index, Tier.DEVICE) for index in indexes]):
+        if all(self.rig.move(found.best_boundary, index, Tier.DEVICE) for index in indexes):
             assert self.rig.match(key).device_length >= target
         return None
 

@@ -224,11 +224,14 @@ class SparseComponent(TreeComponent):
             num_ids = self.num_ids(node)
             mine = ids[at : at + num_ids]
             at += num_ids
-            data = node.data[self.index]
-            if (data.value if tier is DEVICE else data.host_value) is not None:
-                unused.append(mine)
-            else:
+            data, base = node.data[self.index], node.data[BASE]
+            there, has_base = data.value, base.value is not None
+            if tier is not DEVICE:
+                there, has_base = data.host_value, has_base or base.host_value is not None
+            if there is None and has_base:  # semantics §2.2
                 self._gain(node, tier, mine)
+            else:
+                unused.append(mine)
         return join(unused)
 
     # --- proof ------------------------------------------------------------------------------------

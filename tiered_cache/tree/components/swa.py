@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
 from tiered_cache.tree.components.base import own
 from tiered_cache.tree.components.sparse import SparseComponent, per_page, valid_from
 from tiered_cache.types import NO_PAGE, Tier
@@ -111,20 +113,17 @@ class SWAComponent(SparseComponent):
     ) -> PageIds | None:
         size = self.page_size
         value = node.data[self.index].value
-        if value is None:
-            if self._brings_from(start, node.end, params) == start:
-                ids = params.pages[self.index][start // size : node.end // size]
-                self._gain(node, DEVICE, ids)
-            return None
         first = self._first_page(start, params)
         if first >= node.end:
             return None
         ids = params.pages[self.index][first // size : node.end // size]
-        duplicates: PageIds = ids[(ids != NO_PAGE) & (ids != value[(first - start) // size :])]
-        if not len(duplicates):
-            return None
-        result.first_changed = min(result.first_changed, first)
-        return duplicates
+        if value is None:
+            if self._brings_from(start, node.end, params) == start:
+                self._gain(node, DEVICE, ids)
+                return None
+        else:  # the very page that is there is nobody's duplicate
+            ids = np.where(ids == value[(first - start) // size :], np.int32(NO_PAGE), ids)
+        return self._left(ids, first, result)
 
     def commit_insert_component_data(
         self, leaf: Node, start: int, params: InsertParams, result: InsertResult
@@ -134,8 +133,15 @@ class SWAComponent(SparseComponent):
         if self._brings_from(start, leaf.end, params) == start:
             self._gain(leaf, DEVICE, ids)
             return None
-        left = ids[ids != NO_PAGE]  # the leaf was not cut where they begin
-        return left if len(left) else None
+        return self._left(ids, start, result)
+
+    def _left(self, ids: PageIds, start: int, result: InsertResult) -> PageIds | None:
+        """Those of the caller's pages from `start` on that the tree did not take."""
+        at = np.flatnonzero(ids != NO_PAGE)
+        if not len(at):
+            return None
+        result.first_changed = min(result.first_changed, start + int(at[0]) * self.page_size)
+        return ids[at]
 
     def leaf_cuts(self, start: int, stop: int, params: InsertParams) -> Iterable[int]:
         return self._brings_from(start, stop, params), stop - self._ceil(self.window)

@@ -267,12 +267,6 @@ class SparseComponent(TreeComponent):
                 fail(f"{self.id} {name}: some stand under an old rank")
 
 
-def valid_from(ids: PageIds) -> int:
-    """The first index from which on there is a page everywhere."""
-    gaps = np.flatnonzero(ids == NO_PAGE)
-    return int(gaps[-1]) + 1 if len(gaps) else 0
-
-
 def per_page(path: Sequence[Node], start: int, stop: int, page_size: int) -> PageIds:
     """Room for an id per page of `[start, stop)`, none yet."""
     return np.full(max(0, stop - start) // page_size, NO_PAGE, np.int32) if path else NO_PAGES

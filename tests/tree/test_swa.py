@@ -222,23 +222,39 @@ def test_what_is_given_up_up_to_the_end_brings_nothing() -> None:
 
 
 def test_no_page_is_never_adopted() -> None:
-    """§5.5: a node has all pages or none, so one behind a gap is cut off; what is in front of the
-    gap goes home."""
-    rig = make(1000)
-    without_window(rig, 64)
+    """§5.5: a node has all pages or none, so it is cut where they begin and cease; over a tombstone
+    and in a fresh leaf."""
+    rig = make(16)
+    without_window(rig, 96)
     rig.publish(seq("B", 16))
-    for tokens in (seq("A", 64), seq("B", 64)):  # over a tombstone, and into a fresh leaf
-        pages = rig.compute(RadixKey(tokens), 0)
+    for name in "AB":
+        key = RadixKey(seq(name, 96))
+        pages = rig.compute(key, 0)
         assert pages is not None
-        kept, lost = pages[S].tolist(), pages[S][2:3].copy()
-        pages[S][2] = NO_PAGE
-        rig.pools[Tier.DEVICE][S].free(lost)
-        result = rig.insert(RadixKey(tokens), pages)
+        gaps = [0, 3]
+        rig.pools[Tier.DEVICE][S].free(pages[S][gaps])
+        pages[S][gaps] = NO_PAGE
+        result = rig.insert(key, pages)
         window = rig.tree.pages(result.boundary)[S]
-        assert window[2:].tolist() == [NO_PAGE, kept[3]]
-        assert kept[1] in result.duplicates[S].tolist()
-        assert result.first_changed <= 16
+        assert window[1:].tolist() == pages[S][1:].tolist()
+        assert [stop for stop in range(16, 97, 16) if rig.hit(key, stop)[0] == stop] == (
+            [32, 48, 80, 96] if name == "A" else [16, 32, 48, 80, 96]
+        )
         rig.check()
+
+
+def test_what_is_given_up_and_named_goes_home() -> None:
+    """§5.5: a request that names pages of tokens that it says it has given up gets them back, and
+    reads of them no more."""
+    rig = make(16)
+    key = RadixKey(seq("A", 64))
+    pages = rig.compute(key, 0)
+    assert pages is not None
+    result = rig.insert(key, pages, swa_evicted_seqlen=32)
+    assert result.duplicates[S].tolist() == pages[S][:2].tolist()
+    assert result.first_changed == 0
+    assert rig.parts(seq("A", 64), S) == [(32, 48), (48, 64)]
+    rig.check()
 
 
 def test_pages_that_are_there_go_home() -> None:

@@ -197,6 +197,22 @@ class TreeComponent(ABC):
         """Whether a boundary at the prompt's end suits this component (semantics §5.9)."""
         return True
 
+    # --- request ----------------------------------------------------------------------------------
+
+    @property
+    def grid(self) -> int:
+        """A request that computes in pieces ends them, where it can, at multiples of so many
+        tokens."""
+        return self.page_size
+
+    def footprint(self, num_pages: int) -> int:
+        """The most ids that a request of so many pages needs at a time (semantics §11.5)."""
+        return num_pages
+
+    def needed_from(self, depth: int) -> int:
+        """The first token whose state is needed to compute what follows `depth`."""
+        return 0
+
     # --- split ------------------------------------------------------------------------------------
 
     @abstractmethod

@@ -6,6 +6,7 @@ depth, and a lock holds that one slot.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import TYPE_CHECKING, ClassVar, Final
 
@@ -26,10 +27,20 @@ DEVICE: Final = Tier.DEVICE
 class MambaComponent(SparseComponent):
     """State of linear-attention layers: one slot at the end of a node, or none.
 
+    Args:
+        component_id: `mamba`, usually.
+        grid: G, in tokens: states are kept at its multiples.
+
     In a page array its slot stands at the page that the depth ends, and −1 everywhere else.
     """
 
     is_per_page: ClassVar[bool] = False
+
+    def __init__(self, component_id: str, grid: int = 1) -> None:
+        super().__init__(component_id)
+        if grid < 1:
+            raise ValueError(f"a grid has at least 1 token, not {grid}")
+        self._grid = grid
 
     def span_start(self, depth: int, num_ids: int) -> int:
         return depth - self.page_size  # it ends the last page
@@ -100,6 +111,18 @@ class MambaComponent(SparseComponent):
     def allows_boundary(self, depth: int, params: InsertParams) -> bool:
         """Nobody could use one without a state."""
         return depth > 0 and bool(params.pages[self.index][depth // self.page_size - 1] != NO_PAGE)
+
+    # --- request ----------------------------------------------------------------------------------
+
+    @property
+    def grid(self) -> int:
+        return math.lcm(self.page_size, self._grid)
+
+    def footprint(self, num_pages: int) -> int:
+        return 1  # the state that a request works with
+
+    def needed_from(self, depth: int) -> int:
+        return depth
 
     # --- split ------------------------------------------------------------------------------------
 

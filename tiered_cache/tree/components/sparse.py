@@ -225,13 +225,14 @@ class SparseComponent(TreeComponent):
             mine = ids[at : at + num_ids]
             at += num_ids
             data, base = node.data[self.index], node.data[BASE]
-            there, has_base = data.value, base.value is not None
-            if tier is not DEVICE:
-                there, has_base = data.host_value, has_base or base.host_value is not None
-            if there is None and has_base:  # semantics §2.2
-                self._gain(node, tier, mine)
-            else:
+            has_base = base.value is not None or (
+                tier is not DEVICE and base.host_value is not None
+            )
+            is_there = (data.value if tier is DEVICE else data.host_value) is not None
+            if is_there or not has_base:  # or its base has gone, or has not come
                 unused.append(mine)
+            else:
+                self._gain(node, tier, mine)
         return join(unused)
 
     # --- proof ------------------------------------------------------------------------------------
@@ -268,12 +269,6 @@ class SparseComponent(TreeComponent):
                 fail(f"{self.id} {name} are {listed}, they should be {wanted}")
             if not all(map(order.is_in_place, listed)):
                 fail(f"{self.id} {name}: some stand under an old rank")
-
-
-def valid_from(ids: PageIds) -> int:
-    """The first index from which on there is a page everywhere."""
-    gaps = np.flatnonzero(ids == NO_PAGE)
-    return int(gaps[-1]) + 1 if len(gaps) else 0
 
 
 def per_page(path: Sequence[Node], start: int, stop: int, page_size: int) -> PageIds:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from tiered_cache.tree.components.base import own
-from tiered_cache.tree.components.sparse import SparseComponent, per_page, valid_from
+from tiered_cache.tree.components.sparse import SparseComponent, per_page
 from tiered_cache.types import NO_PAGE, Tier
 
 if TYPE_CHECKING:
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from tiered_cache.types import InsertParams, InsertResult, PageIds
 
 DEVICE: Final = Tier.DEVICE
+
+CHUNK_TOKENS: Final = 2048
+"""Of a chunk that a request is sure to have pages for; more is given where there is room."""
 
 
 class SWAComponent(SparseComponent):
@@ -95,56 +98,72 @@ class SWAComponent(SparseComponent):
         """The depth from which on an insert that passes `start` may bring pages of a window."""
         return max(start, self._ceil(params.swa_evicted_seqlen), params.prev_prefix_len)
 
-    def _brings_from(self, start: int, stop: int, params: InsertParams) -> int:
-        """The depth from which on the insert has pages for all of `[…, stop)`."""
+    def _changes(self, start: int, stop: int, params: InsertParams) -> list[int]:
+        """Depths inside `[start, stop)` at which an insert begins or ceases to bring pages."""
         size = self.page_size
         first = min(self._first_page(start, params), stop)
-        ids = params.pages[self.index][first // size : stop // size]
-        return first + valid_from(ids) * size
+        there = params.pages[self.index][start // size : stop // size] != NO_PAGE
+        there[: (first - start) // size] = False
+        return [start + (int(at) + 1) * size for at in np.flatnonzero(there[1:] != there[:-1])]
+
+    def _brings(self, start: int, stop: int, params: InsertParams) -> bool:
+        """Whether an insert has pages for all of `[start, stop)`."""
+        size = self.page_size
+        ids = params.pages[self.index][start // size : stop // size]
+        return self._first_page(start, params) == start and bool((ids != NO_PAGE).all())
 
     def overlap_cut(self, node: Node, start: int, params: InsertParams) -> int | None:
-        if node.data[self.index].value is not None:
+        if node.data[self.index].value is not None or node.end <= params.prev_prefix_len:
             return None
-        first = self._brings_from(start, node.end, params)
-        return first if start < first < node.end else None
+        changes = self._changes(start, node.end, params)
+        return changes[0] if changes else None
 
     def update_component_on_insert_overlap(
         self, node: Node, start: int, params: InsertParams, result: InsertResult
     ) -> PageIds | None:
         size = self.page_size
         value = node.data[self.index].value
+        if value is None:
+            if self._brings(start, node.end, params):
+                ids = params.pages[self.index][start // size : node.end // size]
+                self._gain(node, DEVICE, ids)
+            return None
         first = self._first_page(start, params)
         if first >= node.end:
             return None
         ids = params.pages[self.index][first // size : node.end // size]
-        if value is None:
-            if self._brings_from(start, node.end, params) == start:
-                self._gain(node, DEVICE, ids)
-                return None
-        else:  # the very page that is there is nobody's duplicate
-            ids = np.where(ids == value[(first - start) // size :], np.int32(NO_PAGE), ids)
-        return self._left(ids, first, result)
+        duplicates: PageIds = ids[(ids != NO_PAGE) & (ids != value[(first - start) // size :])]
+        if not len(duplicates):
+            return None
+        result.first_changed = min(result.first_changed, first)
+        return duplicates
 
     def commit_insert_component_data(
         self, leaf: Node, start: int, params: InsertParams, result: InsertResult
     ) -> PageIds | None:
         size = self.page_size
         ids = params.pages[self.index][start // size : leaf.end // size]
-        if self._brings_from(start, leaf.end, params) == start:
+        if self._brings(start, leaf.end, params):
             self._gain(leaf, DEVICE, ids)
             return None
-        return self._left(ids, start, result)
-
-    def _left(self, ids: PageIds, start: int, result: InsertResult) -> PageIds | None:
-        """Those of the caller's pages from `start` on that the tree did not take."""
-        at = np.flatnonzero(ids != NO_PAGE)
-        if not len(at):
+        left = ids[ids != NO_PAGE]  # what the request says it has given up, and names all the same
+        if not len(left):
             return None
-        result.first_changed = min(result.first_changed, start + int(at[0]) * self.page_size)
-        return ids[at]
+        result.first_changed = min(result.first_changed, start)
+        return left
 
     def leaf_cuts(self, start: int, stop: int, params: InsertParams) -> Iterable[int]:
-        return self._brings_from(start, stop, params), stop - self._ceil(self.window)
+        return (*self._changes(start, stop, params), stop - self._ceil(self.window))
+
+    # --- request ----------------------------------------------------------------------------------
+
+    def footprint(self, num_pages: int) -> int:
+        window = self._ceil(self.window) // self.page_size + 1
+        # What the tree holds for it, what it has computed since, and the chunk that comes.
+        return min(num_pages, 2 * window + self._ceil(CHUNK_TOKENS) // self.page_size + 1)
+
+    def needed_from(self, depth: int) -> int:
+        return max(0, self._floor(depth - self.window))
 
     # --- split ------------------------------------------------------------------------------------
 

@@ -32,11 +32,12 @@ from tiered_cache.chunk import Chunk, find_chunks
 from tiered_cache.errors import ClosedError, StaleError
 from tiered_cache.keys import check_token
 from tiered_cache.layers import NO_LOADS
+from tiered_cache.lease_parts import StatePart, WindowPart, make_parts
 from tiered_cache.page_table import PageTable
 from tiered_cache.prefix_load import PrefixLoad
 from tiered_cache.publish import publish
 from tiered_cache.tree.node import BASE
-from tiered_cache.types import Boundary, Hits, MatchPrefixParams, whole_number
+from tiered_cache.types import NO_PAGE, Boundary, Hits, MatchPrefixParams, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from tiered_cache.fences import Fence
     from tiered_cache.keys import RadixKey
     from tiered_cache.layers import LayerWaits
+    from tiered_cache.lease_parts import LeasePart, StateCopy
     from tiered_cache.prefetch import PrefetchHandle
     from tiered_cache.transfers import Transfer
     from tiered_cache.tree.locks import Receipt
@@ -83,12 +85,14 @@ class Lease:
         "_not_fetched",
         "_num_runs",
         "_page_size",
+        "_parts",
         "_prefetch",
         "_promised",
         "_retired",
         "_reused",
         "_reused_host",
         "_reused_storage",
+        "_rollback",
         "_running",
         "_seen",
         "_storage_from",
@@ -113,6 +117,7 @@ class Lease:
         *,
         priority: int,
         reserve: int,
+        rollback: int = 0,
         layerwise: bool = False,
     ) -> None:
         self._closed = True  # until it is granted there is nothing to close
@@ -123,6 +128,7 @@ class Lease:
         self.epoch = -1
         self.granted_at = 0.0
         self._layerwise = layerwise
+        self._rollback = rollback
         self._controller = controller
         self._page_size = controller.page_size
         self.priority = priority
@@ -155,6 +161,9 @@ class Lease:
         self._retired: Sequence[tuple[PageIds, ...]] = ()
         # Without entries until admission has looked: a reserve that can never fit costs no memory.
         self.table = PageTable(len(controller.tree.components), self._page_size)
+        self._parts: Sequence[LeasePart] = ()
+        if controller.sparse:
+            self._parts = make_parts(controller.sparse, self.table, controller.accounts)
 
     # --- grant ------------------------------------------------------------------------------------
 
@@ -162,8 +171,11 @@ class Lease:
         """Raise `CapacityError` for what the device tier could never hold."""
         controller = self._controller
         controller.check()
-        if self._admitted_pages > controller.accounts.smallest:
-            controller.check_fits(self._admitted_pages, self._admitted_len)
+        if self._admitted_pages > controller.accounts.capacity:
+            controller.check_fits(BASE, self._admitted_pages, self._admitted_len)
+        for part in self._parts:
+            footprint = part.footprint(self._admitted_pages)
+            controller.check_fits(part.index, footprint, self._admitted_len)
         self.table.make_room(self._admitted_pages)
 
     @property
@@ -238,7 +250,11 @@ class Lease:
         need = self._admitted_pages - boundary.depth // self._page_size
         if controller.transfers is not None and controller.waits_for_copies(need):
             return False
-        held = tree.try_hold(boundary, controller.accounts.room_beside(need))
+        room = controller.accounts.room_beside(need)
+        for part in self._parts:
+            footprint = part.footprint(self._admitted_pages)
+            room[part.index] = controller.accounts.spare(part.index) - footprint
+        held = tree.try_hold(boundary, room)
         if held is None:
             return False
         self.receipt, pages = held
@@ -251,6 +267,8 @@ class Lease:
         self.epoch = controller.epoch
         self._promised = self._admitted_pages - self.table.num_pages
         controller.accounts.promise(self._promised)
+        if self._parts:
+            self._settle_parts()
         controller.granted(self)
         return True
 
@@ -265,7 +283,22 @@ class Lease:
         if depth > self._computed:
             self._reused += depth - self._computed
             self._computed = depth
+            for part in self._parts:
+                self._free(part.index, part.taken_over(depth))
         self.committed = depth
+        self._hold_parts()
+
+    def _hold_parts(self) -> None:
+        """What the table names of the tree is what the receipt holds."""
+        receipt = self.receipt
+        assert receipt is not None, "granted leases hold a receipt"
+        for part in self._parts:
+            part.held(receipt)
+
+    def _free(self, index: int, ids: PageIds) -> None:
+        """Own ids of one component go home."""
+        if len(ids):
+            self._controller.accounts.allocators[index].free(ids)
 
     def start_over(self) -> None:
         """What it was admitted with is gone (a reset): it is as it was before."""
@@ -275,6 +308,8 @@ class Lease:
         self._storage_from, self._storage_to = sys.maxsize, 0
         self._load = None
         self.table.cut(0)
+        for part in self._parts:
+            part.drop()
 
     # --- load (for `PrefixLoad`) ------------------------------------------------------------------
 
@@ -424,15 +459,39 @@ class Lease:
                 break
             controller.counters.chunk_waits += 1
             await claim.released.wait()
-        stop = start + max_tokens
-        if stop >= length:
-            stop = length
-        else:
-            whole = stop - stop % self._page_size
-            stop = whole if whole > start else stop
+        stop = self._chunk_end(start, start + max_tokens)
         if not controller.ranks.is_alone:
             await self._agree_on_room(stop)
         return self._hand_out(start, stop)
+
+    def _chunk_end(self, start: int, stop: int) -> int:
+        """Where a chunk that may reach to `stop` ends (semantics §11.3)."""
+        length, grid = self.key.num_tokens, self._controller.grid
+        if stop < length:
+            whole = stop - stop % grid
+            stop = whole if whole > start else stop
+        else:
+            stop = length
+        if self._parts:
+            # Where a state has to stand, for those who come with the same prompt or a fork of it.
+            for depth in (self._full_hit_length, self.prompt_len - 1):
+                depth -= depth % grid
+                if start < depth < stop:
+                    stop = depth
+            stop = min(stop, max(start + 1, self._num_pages_to_come() * self._page_size))
+        return stop
+
+    def _num_pages_to_come(self) -> int:
+        """Pages up to which the lease can compute now, for all that it is promised or is spare."""
+        accounts, used = self._controller.accounts, self.table.num_pages
+        per_page = [part for part in self._parts if isinstance(part, WindowPart)]
+        return used + min(
+            (
+                part.unspent(self._admitted_pages) + max(0, accounts.spare(part.index))
+                for part in per_page
+            ),
+            default=sys.maxsize // self._page_size - used,
+        )
 
     async def _agree_on_rematch(self) -> None:
         """Go on from what others have published on all ranks."""
@@ -549,9 +608,28 @@ class Lease:
         self._num_runs += 1
         self._running = [*self._running, *[chunk for chunk in chunks if chunk.lease is self]]
 
-    def end_run(self, chunks: Sequence[Chunk], *, computed: bool) -> None:
-        """A run over `chunks` has really ended; whether it has computed them."""
+    def prepare_run(self, chunks: Sequence[Chunk]) -> list[StateCopy]:
+        """A run over these chunks is about to be given to its thread: what is copied there before
+        it.
+
+        Raises:
+            StaleError: the state that it begins with is not kept.
+        """
+        mine = [chunk.start for chunk in chunks if chunk.lease is self]
+        if not mine:
+            return []
+        copies = [copy for part in self._parts for copy in part.prepare_run(min(mine))]
+        self.settle_promise()
+        return copies
+
+    def end_run(
+        self, chunks: Sequence[Chunk], *, computed: bool, touched: bool | None = None
+    ) -> None:
+        """A run over `chunks` has really ended; whether it has computed them, and whether it has
+        begun to."""
         self._num_runs -= 1
+        if self._parts and self.epoch == self._controller.epoch:
+            self._end_run_of_parts(chunks, computed=computed, touched=touched is not False)
         running = list(self._running)
         has_failed = self._load is not None and self._load.has_failed
         for chunk in chunks:
@@ -563,6 +641,10 @@ class Lease:
         if self._num_runs:
             return
         self._name_canonical()
+        if self._parts and self.epoch == self._controller.epoch:
+            self._go_back()
+            self._leave_behind()
+            self.settle_promise()
         if self.epoch != self._controller.epoch:
             self._deferred = 0
         elif has_failed:
@@ -572,6 +654,43 @@ class Lease:
             self._publish_deferred()
         if self._closed and not self._fences:
             self._end()
+
+    def _end_run_of_parts(self, chunks: Sequence[Chunk], *, computed: bool, touched: bool) -> None:
+        mine = [chunk.stop for chunk in chunks if chunk.lease is self]
+        if not mine:
+            return
+        depth = max(mine) if computed else -1
+        for part in self._parts:
+            self._free(part.index, part.run_ended(depth, was_touched=touched))
+
+    def _go_back(self) -> None:
+        """After a run that came to nothing: to where there is all that it takes to go on."""
+        depth = self._computed
+        for part in self._parts:
+            depth = min(depth, part.fallback(self._computed))
+        if depth < self._computed:
+            self._drop_from(max(depth, self.committed))
+
+    def _drop_from(self, depth: int) -> None:
+        """What is computed from `depth` on is nothing any more; the tokens stay."""
+        self._cuts = [*self._cuts, depth]
+        self._computed = depth
+        self.prefix_len = min(self.prefix_len, depth)
+        keep = -(-depth // self._page_size)
+        if keep < self.table.num_pages:
+            self._give_back(self.table.cut(keep))
+
+    def _leave_behind(self) -> None:
+        """Pages that no token to come needs go home (semantics §11.6)."""
+        if self._num_runs or self._fences or self._closed:
+            return
+        ends = [self.prompt_len - 1, self.prompt_len]
+        ends = [end - end % self._page_size for end in ends]
+        for part in self._parts:
+            needed_from = self._controller.tree.components[part.index].needed_from
+            kept = [(needed_from(end), end) for end in ends]
+            behind = self._computed - self._rollback
+            self._free(part.index, part.left_behind(self._own_from, behind, kept))
 
     def _name_canonical(self) -> None:
         """What the table was not to name under a run; after a reset it goes on naming what it
@@ -723,16 +842,38 @@ class Lease:
     def _publish(self, stop: int) -> int:
         controller = self._controller
         stop -= stop % self._page_size
+        if self._parts:
+            stop = self._publishable(stop)
         if stop <= self.committed or not controller.enabled:
-            return stop
+            return stop if not self._parts else self.committed
         published = stop - self.committed
+        for part in self._parts:
+            part.offer(stop)
         first_changed, duplicates = publish(controller.tree, self, stop)
         if first_changed < stop:
             self._give_back(duplicates)
             self.settle_promise()
             controller.counters.pages_duplicate += sum(map(len, duplicates))
+        if self._parts:
+            for part in self._parts:
+                part.published(stop)
+            self._hold_parts()
+            self.settle_promise()
         controller.committed(self, published)
         return first_changed
+
+    def _publishable(self, stop: int) -> int:
+        """How far `[0, stop)` can be published so that others can use it, and this lease go on."""
+        accounts, tree = self._controller.accounts, self._controller.tree
+        assert self.receipt is not None, "granted leases hold a receipt"
+        stop = min(part.publishable(stop) for part in self._parts)
+        released = tree.would_release([self.receipt])
+        for part in self._parts:
+            spare = accounts.spare(part.index) + released[part.index]
+            if part.costs_promise(stop) and spare < 1:
+                self._controller.counters.states_skipped += 1
+                return self.committed
+        return stop
 
     # --- generate ---------------------------------------------------------------------------------
 
@@ -774,6 +915,12 @@ class Lease:
             raise ValueError("cannot truncate while a run is active: it may be writing there")
         if self._is_using_load and length < self._own_from * self._page_size:
             raise ValueError(f"cannot truncate to {length}: a load is bringing what is there")
+        kept = min(length, self._computed)
+        for part in self._parts:
+            if part.fallback(kept) != kept:
+                raise ValueError(f"cannot truncate to {length}: what is needed there is not kept")
+        for part in self._parts:
+            self._free(part.index, part.cut(kept))
         self.key.truncate(length)
         self._cuts = [*self._cuts, length]
         self._computed = min(self._computed, length)
@@ -843,11 +990,15 @@ class Lease:
         if missing <= 0:
             return
         fresh = missing
-        if self._retired:
+        if self._retired and not self._parts:
             fresh = max(0, missing - self._num_retired)
         unspent = self.unspent
         if fresh > unspent:
-            self._controller.check_spare(fresh - unspent)
+            self._controller.check_spare_of_base(fresh - unspent)
+        for part in self._parts:
+            if isinstance(part, WindowPart):
+                left = part.unspent(self._admitted_pages)
+                self._controller.check_spare_of_one(part.index, fresh - left)
         if fresh < missing:
             table.write(table.num_pages, self._take_retired(missing - fresh))
         if fresh:
@@ -874,6 +1025,12 @@ class Lease:
         return self._with_retired([ids[first : self.table.num_pages] for ids in self.table.ids])
 
     def _with_retired(self, pages: list[PageIds]) -> list[PageIds]:
+        for part in self._parts:
+            ids = pages[part.index]
+            ids = ids[ids != NO_PAGE]
+            if isinstance(part, StatePart):
+                ids = np.concatenate((ids, part.own(0)))
+            pages[part.index] = ids
         if not self._retired:
             return pages
         return [
@@ -905,6 +1062,38 @@ class Lease:
             if unspent != self._promised:
                 self._controller.accounts.promise(unspent - self._promised)
                 self._promised = unspent
+            if self._parts:
+                self._settle_parts()
+
+    def _settle_parts(self) -> None:
+        for part in self._parts:
+            unspent = self.unspent_of(part.index)
+            self._controller.accounts.promise(unspent - part.promised, part.index)
+            part.promised = unspent
+
+    def own_ids(self, index: int) -> int:
+        """Ids of one component that its end would give back, beside what the tree holds for it."""
+        if index == BASE:
+            return self.num_private_pages + self.unspent
+        return len(self.private_pages()[index]) + self.unspent_of(index)
+
+    def unspent_of(self, index: int) -> int:
+        """Ids of one component that admission promised and the lease has not taken."""
+        for part in self._parts:
+            if part.index == index:
+                return 0 if self._closed else part.unspent(self._admitted_pages)
+        return self.unspent
+
+    @property
+    def state_slots(self) -> dict[str, int]:
+        """Per component of states, the slot that a run of this lease works with, while it goes
+        on."""
+        components = self._controller.tree.components
+        return {
+            str(components[part.index].id): part.slot
+            for part in self._parts
+            if isinstance(part, StatePart)
+        }
 
     def pages_beyond_promise(self, num_tokens: int) -> int:
         """Pages that `num_tokens` tokens would take beyond what the lease has or was promised."""
@@ -919,7 +1108,9 @@ class Lease:
             faults.append(f"{self!r} holds [0, {self.receipt.depth}) and says {self.committed}")
         canonical = self._controller.tree.pages(Boundary(self.receipt.node, self.receipt.depth))
         for theirs, ours in zip(canonical, self.table.ids, strict=True):
-            if not (self._canonical or np.array_equal(theirs, ours[: len(theirs)])):
+            ours = ours[: len(theirs)]
+            is_named = ours != NO_PAGE  # what is not held of a window is not named
+            if not (self._canonical or np.array_equal(theirs[is_named], ours[is_named])):
                 faults.append(f"{self!r} does not use the tree's pages of what it has committed")
         taken = self.table.num_pages * self._page_size
         if not 0 <= self.committed <= self._computed <= min(taken, len(self)):
@@ -993,6 +1184,8 @@ class Lease:
             controller.accounts.promise(-self._promised)
             self._promised = 0
         self._closed = True
+        if self._parts and self.epoch == controller.epoch:
+            self._settle_parts()
         if self._load is not None:
             if self._is_using_load:
                 self._deferred = 0  # it stands on pages that may never come
@@ -1015,7 +1208,7 @@ class Lease:
             self._retired = ()
         else:
             controller.tree.dec_lock_ref(receipt)
-            if self.num_private_pages or self._retired:
+            if self.num_private_pages or self._retired or self._parts:
                 controller.accounts.give_back(self.private_pages())
                 self._retired = ()
         self.receipt = None

@@ -224,8 +224,12 @@ class SparseComponent(TreeComponent):
             num_ids = self.num_ids(node)
             mine = ids[at : at + num_ids]
             at += num_ids
-            data = node.data[self.index]
-            if (data.value if tier is DEVICE else data.host_value) is not None:
+            data, base = node.data[self.index], node.data[BASE]
+            has_base = base.value is not None or (
+                tier is not DEVICE and base.host_value is not None
+            )
+            is_there = (data.value if tier is DEVICE else data.host_value) is not None
+            if is_there or not has_base:  # or its base has gone, or has not come
                 unused.append(mine)
             else:
                 self._gain(node, tier, mine)

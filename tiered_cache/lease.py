@@ -686,10 +686,11 @@ class Lease:
             return
         ends = [self.prompt_len - 1, self.prompt_len]
         ends = [end - end % self._page_size for end in ends]
+        safe = min(part.safe_depth(self._computed) for part in self._parts)
+        behind = min(safe, self._computed - self._rollback)
         for part in self._parts:
             needed_from = self._controller.tree.components[part.index].needed_from
             kept = [(needed_from(end), end) for end in ends]
-            behind = self._computed - self._rollback
             self._free(part.index, part.left_behind(self._own_from, behind, kept))
 
     def _name_canonical(self) -> None:

@@ -104,6 +104,10 @@ class LeasePart(ABC):
         """The deepest place up to `depth`, which is computed, that the lease can go on from."""
         return depth
 
+    def safe_depth(self, depth: int) -> int:
+        """Where a lease that has computed up to `depth` goes on if its next run fails."""
+        return depth
+
     def cut(self, depth: int) -> PageIds:
         """What follows `depth` is dropped: own ids of this component that are not in the table."""
         return NO_PAGES
@@ -263,6 +267,9 @@ class StatePart(LeasePart):
     def fallback(self, depth: int) -> int:
         known = [self._origin_depth, self._kept_depth, self._slot_depth]
         return max(at for at in known if at <= depth)
+
+    def safe_depth(self, depth: int) -> int:
+        return max(self._origin_depth, self._kept_depth)
 
     def cut(self, depth: int) -> PageIds:
         gone = []

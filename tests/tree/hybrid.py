@@ -11,7 +11,7 @@ import numpy as np
 from tests.tree.helpers import contents, path_to, whole_key
 from tiered_cache.keys import RadixKey
 from tiered_cache.pools.allocator import PageAllocator
-from tiered_cache.tree.components.base import TreeComponent
+from tiered_cache.tree.components.base import Eviction, TreeComponent
 from tiered_cache.tree.components.full import FullComponent
 from tiered_cache.tree.components.mamba import MambaComponent
 from tiered_cache.tree.components.swa import SWAComponent
@@ -248,6 +248,51 @@ class HybridRig:
             for page in range(first, depth // size):
                 found = self.content[Tier.DEVICE, index, int(pages[index][page])]
                 assert found == self.wanted(key, index, page)
+
+    # --- looking at one component -----------------------------------------------------------------
+
+    def path(self, tokens: Any) -> list[Node]:
+        """The nodes that a key passes, root first; dates nothing."""
+        key = tokens if isinstance(tokens, RadixKey) else RadixKey(tokens)
+        return self.tree._known(key, len(key) // self.page_size * self.page_size)[0]
+
+    def node(self, tokens: Any) -> Node:
+        """The node that ends where a key does."""
+        found = self.path(tokens)[-1]
+        assert found.end == len(tokens)
+        return found
+
+    def parts(self, tokens: Any, index: int, tier: Tier = Tier.DEVICE) -> list[tuple[int, int]]:
+        """Which of a key's nodes, by start and end, have a component's part on a tier."""
+        return [
+            (node.start, node.end)
+            for node in self.path(tokens)
+            if (node.data[index].value if tier is Tier.DEVICE else node.data[index].host_value)
+            is not None
+        ]
+
+    def drop(self, tokens: Any, index: int, tier: Tier = Tier.DEVICE) -> None:
+        """Make a tombstone of the node that ends where a key does, whatever its age."""
+        eviction = Eviction(tier, len(self.components))
+        self.components[index].evict_component(self.node(tokens), tier, eviction)
+        result = eviction.result()
+        ids = (result.device if tier is Tier.DEVICE else result.host)[index]
+        self.pools[tier][index].free(ids)
+
+    def held(self, tier: Tier = Tier.DEVICE) -> list[int]:
+        """Per component, pages that locks keep."""
+        return [self.tree.protected_size(index, tier) for index in range(len(self.components))]
+
+    def kept(self, tier: Tier = Tier.DEVICE) -> list[int]:
+        """Per component, all pages that the tree has."""
+        return [
+            self.tree.evictable_size(index, tier) + held
+            for index, held in enumerate(self.held(tier))
+        ]
+
+    def locks(self, tokens: Any, index: int) -> list[int]:
+        """The device locks of a component along a key's path."""
+        return [node.data[index].lock_ref for node in self.path(tokens)]
 
     # --- proof ------------------------------------------------------------------------------------
 

@@ -342,17 +342,19 @@ class RadixTree:
         """`ids` are rows on the host that now hold a component's pages of `key` from `start` on
         (5.11). The boundary at their end, and the ids that were not taken.
 
-        The boundary is None, and nothing was taken, when the path above `start` is not complete on
-        device and host (any more). `page_keys`: of all pages up to the end, where they are known.
+        The boundary is None, and nothing was taken, when the path above `start` (and of another
+        component than the base, all of it) is not complete on device and host (any more).
+        `page_keys`: of all pages up to the end, where they are known.
         """
         size = self.page_size
         stop = start + len(ids) * size
+        complete = start if component == BASE else stop
         path, depth = self._known(key, stop)
         for node in path:
             base = node.data[BASE]
-            if node.start < start and base.value is None and base.host_value is None:
+            if node.start < complete and base.value is None and base.host_value is None:
                 return None, ids
-        if depth < start:
+        if depth < complete:
             return None, ids
         node = path[-1] if path else self.root
         if node.end > depth:

@@ -147,7 +147,10 @@ class SWAComponent(SparseComponent):
             self._gain(leaf, DEVICE, ids)
             return None
         left = ids[ids != NO_PAGE]  # what the request says it has given up, and names all the same
-        return left if len(left) else None
+        if not len(left):
+            return None
+        result.first_changed = min(result.first_changed, start)
+        return left
 
     def leaf_cuts(self, start: int, stop: int, params: InsertParams) -> Iterable[int]:
         return (*self._changes(start, stop, params), stop - self._ceil(self.window))

@@ -242,7 +242,7 @@ def test_a_mistake_says_what_to_write_instead(
         ({"kv_lora_rank": 8}, "model.num_kv_heads", "means nothing beside kv_lora_rank"),
         ({"revision": 1}, "model.revision", "must be text, not a number"),
         ({"dtype": "fp16"}, "model.dtype", "no such choice"),
-        ({"strategy": "swa"}, "model.strategy", "no such strategy"),
+        ({"strategy": "dsa"}, "model.strategy", "no such strategy"),
         ({"extra_pools": {}}, "model.extra_pools", "must be a list, not a section"),
         (
             {"extra_pools": [{"name": "a b", "num_layers": 1, "row_shape": [1], "dtype": "int8"}]},

@@ -21,15 +21,22 @@ WINDOW: Final = 10
 GRID: Final = 8
 
 KINDS: Final[dict[str, Any]] = {
-    "full": FullComponent,
-    "swa": lambda name: SWAComponent(name, WINDOW),
-    "mamba": lambda name: MambaComponent(name, GRID),
+    "full": lambda spec: FullComponent(spec.id),
+    "swa": lambda spec: SWAComponent(spec.id, WINDOW),
+    "mamba": lambda spec: MambaComponent(spec.id, GRID),
 }
 
 STACKS: Final = {
     "swa": ("full", "swa"),
     "mamba": ("full", "mamba"),
     "mamba_swa": ("full", "swa", "mamba"),
+}
+
+
+RATIO: Final = {
+    "swa": {"swa": 1.0},
+    "mamba": {"mamba": 1.0},
+    "mamba_swa": {"swa": 1.0, "mamba": 1.0},
 }
 
 
@@ -68,6 +75,7 @@ def known(stack: str) -> Iterator[None]:
 @contextlib.asynccontextmanager
 async def hybrid_rig(stack: str, pages: int = 16, **sections: Any) -> AsyncIterator[Rig]:
     with known(stack):
+        sections.setdefault("device", {"tokens": pages * P, "ratio": RATIO[stack]})
         model = {"dtype": "float32", "num_layers": 3, "num_kv_heads": 1, "head_dim": 2}
         async with rig(pages, model={**model, "strategy": f"test_{stack}"}, **sections) as made:
             yield made

@@ -41,11 +41,15 @@ class OracleError(AssertionError):
 
 
 class HasSlots(Protocol):
-    """A lease or a chunk."""
+    """What says where the state of tokens is."""
 
     def slots(
         self, component: str = "full", start: int = 0, stop: int | None = None
     ) -> npt.NDArray[np.int64]: ...
+
+
+class Holder(HasSlots, Protocol):
+    """A lease or a chunk."""
 
     @property
     def state_slots(self) -> Mapping[str, int]: ...
@@ -75,7 +79,7 @@ class ByteOracle:
                 self._host_bytes[piece.pool, piece.layer] = as_strided(raw, shape, strides)
 
     def write(
-        self, holder: HasSlots, key: RadixKey, start: int, stop: int, layer: int | None = None
+        self, holder: Holder, key: RadixKey, start: int, stop: int, layer: int | None = None
     ) -> None:
         """Write the state of the tokens `[start, stop)` of `key` to the holder's slots; of one
         layer, or of all."""
@@ -85,7 +89,7 @@ class ByteOracle:
             row[:] = content
 
     def verify(
-        self, holder: HasSlots, key: RadixKey, start: int, stop: int, layer: int | None = None
+        self, holder: Holder, key: RadixKey, start: int, stop: int, layer: int | None = None
     ) -> None:
         """Prove the state of the tokens `[start, stop)` of `key` at the holder's slots, as far as
         what follows needs it; of one layer, or of all.
@@ -162,7 +166,7 @@ class ByteOracle:
 
     def _spans(
         self,
-        holder: HasSlots,
+        holder: Holder,
         key: RadixKey,
         start: int,
         stop: int,
@@ -179,7 +183,7 @@ class ByteOracle:
                 )
 
     def _states(
-        self, holder: HasSlots, key: RadixKey, depth: int, only: int | None
+        self, holder: Holder, key: RadixKey, depth: int, only: int | None
     ) -> Iterator[tuple[Rows, Rows]]:
         """Per pool and layer of states: the row that the holder works with, and what it must be
         where `depth` tokens are computed."""

@@ -146,7 +146,9 @@ class SWAComponent(SparseComponent):
         if self._brings(start, leaf.end, params):
             self._gain(leaf, DEVICE, ids)
             return None
-        left = ids[ids != NO_PAGE]  # what the request says it has given up, and names all the same
+        left: PageIds = ids[
+            ids != NO_PAGE
+        ]  # what the request says it has given up, and names all the same
         if not len(left):
             return None
         result.first_changed = min(result.first_changed, start)

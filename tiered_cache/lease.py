@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from tiered_cache.layers import LayerWaits
     from tiered_cache.lease_parts import LeasePart, StateCopy
     from tiered_cache.prefetch import PrefetchHandle
-    from tiered_cache.transfers import Transfer
     from tiered_cache.tree.locks import Receipt
     from tiered_cache.types import PageIds
 
@@ -234,7 +233,9 @@ class Lease:
     async def load_back(self, limit: int, timeout: float | None) -> None:
         """Bring what the host has of the first `limit` tokens; less, if it does not come."""
         self._load = PrefixLoad(self, self._controller)
-        await self._load.bring(limit, timeout, layerwise=self._layerwise)
+        # A window or a state is for all its layers at once.
+        layerwise = self._layerwise and not self._parts
+        await self._load.bring(limit, timeout, layerwise=layerwise)
         self._controller.check()  # the cache may have been closed meanwhile
 
     @property
@@ -313,15 +314,15 @@ class Lease:
 
     # --- load (for `PrefixLoad`) ------------------------------------------------------------------
 
-    def go_on_from(self, load: Transfer, limit: int | None) -> None:
-        """A load has made a longer prefix visible, up to `limit` tokens of which are wanted."""
+    def go_on_from(self, first: int, last: int, limit: int | None) -> None:
+        """A load has made a longer prefix visible, up to `limit` tokens of which are wanted;
+        `[first, last)` of it have come from the host."""
         controller, tree, receipt = self._controller, self._controller.tree, self.receipt
         assert receipt is not None, "granted leases hold a receipt"
         boundary = tree.match_deeper(receipt, self.key, len(self) - 1 if limit is None else limit)
         if boundary is None:
             return
-        brought = load.start + load.num_committed * self._page_size
-        start, stop = max(self.committed, load.start), min(boundary.depth, brought)
+        start, stop = max(self.committed, first), min(boundary.depth, last)
         from_host = max(0, stop - start)
         gained = boundary.depth - self._computed
         if gained > 0:

@@ -32,7 +32,7 @@ from tiered_cache.chunk import Chunk, find_chunks
 from tiered_cache.errors import ClosedError, StaleError
 from tiered_cache.keys import check_token
 from tiered_cache.layers import NO_LOADS
-from tiered_cache.lease_parts import StatePart, WindowPart, make_parts
+from tiered_cache.lease_parts import LeaseParts
 from tiered_cache.page_table import PageTable
 from tiered_cache.prefix_load import PrefixLoad
 from tiered_cache.publish import publish
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from tiered_cache.fences import Fence
     from tiered_cache.keys import RadixKey
     from tiered_cache.layers import LayerWaits
-    from tiered_cache.lease_parts import LeasePart, StateCopy
+    from tiered_cache.lease_parts import StateCopy
     from tiered_cache.prefetch import PrefetchHandle
     from tiered_cache.tree.locks import Receipt
     from tiered_cache.types import PageIds
@@ -160,9 +160,10 @@ class Lease:
         self._retired: Sequence[tuple[PageIds, ...]] = ()
         # Without entries until admission has looked: a reserve that can never fit costs no memory.
         self.table = PageTable(len(controller.tree.components), self._page_size)
-        self._parts: Sequence[LeasePart] = ()
+        self._parts: LeaseParts | None = None
         if controller.sparse:
-            self._parts = make_parts(controller.sparse, self.table, controller.accounts)
+            given = controller.sparse, self.table, controller.accounts
+            self._parts = LeaseParts(*given, self._admitted_pages)
 
     # --- grant ------------------------------------------------------------------------------------
 
@@ -172,9 +173,9 @@ class Lease:
         controller.check()
         if self._admitted_pages > controller.accounts.capacity:
             controller.check_fits(BASE, self._admitted_pages, self._admitted_len)
-        for part in self._parts:
-            footprint = part.footprint(self._admitted_pages)
-            controller.check_fits(part.index, footprint, self._admitted_len)
+        if self._parts is not None:
+            for index, footprint in self._parts.footprints():
+                controller.check_fits(index, footprint, self._admitted_len)
         self.table.make_room(self._admitted_pages)
 
     @property
@@ -234,7 +235,7 @@ class Lease:
         """Bring what the host has of the first `limit` tokens; less, if it does not come."""
         self._load = PrefixLoad(self, self._controller)
         # A window or a state is for all its layers at once.
-        layerwise = self._layerwise and not self._parts
+        layerwise = self._layerwise and self._parts is None
         await self._load.bring(limit, timeout, layerwise=layerwise)
         self._controller.check()  # the cache may have been closed meanwhile
 
@@ -252,9 +253,9 @@ class Lease:
         if controller.transfers is not None and controller.waits_for_copies(need):
             return False
         room = controller.accounts.room_beside(need)
-        for part in self._parts:
-            footprint = part.footprint(self._admitted_pages)
-            room[part.index] = controller.accounts.spare(part.index) - footprint
+        if self._parts is not None:
+            for index, footprint in self._parts.footprints():
+                room[index] = controller.accounts.spare(index) - footprint
         held = tree.try_hold(boundary, room)
         if held is None:
             return False
@@ -268,8 +269,8 @@ class Lease:
         self.epoch = controller.epoch
         self._promised = self._admitted_pages - self.table.num_pages
         controller.accounts.promise(self._promised)
-        if self._parts:
-            self._settle_parts()
+        if self._parts is not None:
+            self._parts.settle()
         controller.granted(self)
         return True
 
@@ -284,22 +285,12 @@ class Lease:
         if depth > self._computed:
             self._reused += depth - self._computed
             self._computed = depth
-            for part in self._parts:
-                self._free(part.index, part.taken_over(depth))
+            if self._parts is not None:
+                self._parts.taken_over(depth)
         self.committed = depth
-        self._hold_parts()
-
-    def _hold_parts(self) -> None:
-        """What the table names of the tree is what the receipt holds."""
-        receipt = self.receipt
-        assert receipt is not None, "granted leases hold a receipt"
-        for part in self._parts:
-            part.held(receipt)
-
-    def _free(self, index: int, ids: PageIds) -> None:
-        """Own ids of one component go home."""
-        if len(ids):
-            self._controller.accounts.allocators[index].free(ids)
+        if self._parts is not None:
+            assert self.receipt is not None, "granted leases hold a receipt"
+            self._parts.held(self.receipt)
 
     def start_over(self) -> None:
         """What it was admitted with is gone (a reset): it is as it was before."""
@@ -309,8 +300,8 @@ class Lease:
         self._storage_from, self._storage_to = sys.maxsize, 0
         self._load = None
         self.table.cut(0)
-        for part in self._parts:
-            part.drop()
+        if self._parts is not None:
+            self._parts.drop()
 
     # --- load (for `PrefixLoad`) ------------------------------------------------------------------
 
@@ -473,26 +464,15 @@ class Lease:
             stop = whole if whole > start else stop
         else:
             stop = length
-        if self._parts:
+        if self._parts is not None:
             # Where a state has to stand, for those who come with the same prompt or a fork of it.
             for depth in (self._full_hit_length, self.prompt_len - 1):
                 depth -= depth % grid
                 if start < depth < stop:
                     stop = depth
-            stop = min(stop, max(start + 1, self._num_pages_to_come() * self._page_size))
+            num_pages = self.table.num_pages + self._parts.num_pages_to_come()
+            stop = min(stop, max(start + 1, num_pages * self._page_size))
         return stop
-
-    def _num_pages_to_come(self) -> int:
-        """Pages up to which the lease can compute now, for all that it is promised or is spare."""
-        accounts, used = self._controller.accounts, self.table.num_pages
-        per_page = [part for part in self._parts if isinstance(part, WindowPart)]
-        return used + min(
-            (
-                part.unspent(self._admitted_pages) + max(0, accounts.spare(part.index))
-                for part in per_page
-            ),
-            default=sys.maxsize // self._page_size - used,
-        )
 
     async def _agree_on_rematch(self) -> None:
         """Go on from what others have published on all ranks."""
@@ -617,20 +597,18 @@ class Lease:
             StaleError: the state that it begins with is not kept.
         """
         mine = [chunk.start for chunk in chunks if chunk.lease is self]
-        if not mine:
-            return []
-        copies = [copy for part in self._parts for copy in part.prepare_run(min(mine))]
-        self.settle_promise()
-        return copies
+        return self._parts.prepare_run(min(mine)) if mine and self._parts is not None else []
 
     def end_run(
         self, chunks: Sequence[Chunk], *, computed: bool, touched: bool | None = None
     ) -> None:
         """A run over `chunks` has really ended; whether it has computed them, and whether it has
-        begun to."""
+        begun to (None: it was not even prepared)."""
         self._num_runs -= 1
-        if self._parts and self.epoch == self._controller.epoch:
-            self._end_run_of_parts(chunks, computed=computed, touched=touched is not False)
+        if self._parts is not None and self.epoch == self._controller.epoch:
+            mine = [chunk.stop for chunk in chunks if chunk.lease is self]
+            if mine and touched is not None:
+                self._parts.run_ended(max(mine) if computed else -1, was_touched=touched)
         running = list(self._running)
         has_failed = self._load is not None and self._load.has_failed
         for chunk in chunks:
@@ -642,7 +620,7 @@ class Lease:
         if self._num_runs:
             return
         self._name_canonical()
-        if self._parts and self.epoch == self._controller.epoch:
+        if self._parts is not None and self.epoch == self._controller.epoch:
             self._go_back()
             self._leave_behind()
             self.settle_promise()
@@ -656,19 +634,10 @@ class Lease:
         if self._closed and not self._fences:
             self._end()
 
-    def _end_run_of_parts(self, chunks: Sequence[Chunk], *, computed: bool, touched: bool) -> None:
-        mine = [chunk.stop for chunk in chunks if chunk.lease is self]
-        if not mine:
-            return
-        depth = max(mine) if computed else -1
-        for part in self._parts:
-            self._free(part.index, part.run_ended(depth, was_touched=touched))
-
     def _go_back(self) -> None:
         """After a run that came to nothing: to where there is all that it takes to go on."""
-        depth = self._computed
-        for part in self._parts:
-            depth = min(depth, part.fallback(self._computed))
+        assert self._parts is not None, "the caller has looked"
+        depth = self._parts.fallback(self._computed)
         if depth < self._computed:
             self._drop_from(max(depth, self.committed))
 
@@ -683,16 +652,10 @@ class Lease:
 
     def _leave_behind(self) -> None:
         """Pages that no token to come needs go home (semantics §11.6)."""
-        if self._num_runs or self._fences or self._closed:
-            return
-        ends = [self.prompt_len - 1, self.prompt_len]
-        ends = [end - end % self._page_size for end in ends]
-        safe = min(part.safe_depth(self._computed) for part in self._parts)
-        behind = min(safe, self._computed - self._rollback)
-        for part in self._parts:
-            needed_from = self._controller.tree.components[part.index].needed_from
-            kept = [(needed_from(end), end) for end in ends]
-            self._free(part.index, part.left_behind(self._own_from, behind, kept))
+        if self._parts is not None and not (self._num_runs or self._fences or self._closed):
+            ends = [self.prompt_len - 1, self.prompt_len]
+            whole = [end - end % self._page_size for end in ends]
+            self._parts.leave_behind(self._own_from, self._computed - self._rollback, whole)
 
     def _name_canonical(self) -> None:
         """What the table was not to name under a run; after a reset it goes on naming what it
@@ -844,38 +807,34 @@ class Lease:
     def _publish(self, stop: int) -> int:
         controller = self._controller
         stop -= stop % self._page_size
-        if self._parts:
+        if self._parts is not None:
             stop = self._publishable(stop)
         if stop <= self.committed or not controller.enabled:
-            return stop if not self._parts else self.committed
+            return stop
         published = stop - self.committed
-        for part in self._parts:
-            part.offer(stop)
+        if self._parts is not None:
+            self._parts.offer(stop)
         first_changed, duplicates = publish(controller.tree, self, stop)
         if first_changed < stop:
             self._give_back(duplicates)
             self.settle_promise()
             controller.counters.pages_duplicate += sum(map(len, duplicates))
-        if self._parts:
-            for part in self._parts:
-                part.published(stop)
-            self._hold_parts()
-            self.settle_promise()
+        if self._parts is not None:
+            assert self.receipt is not None, "it holds what it has published"
+            self._parts.published(stop, self.receipt)
         controller.committed(self, published)
         return first_changed
 
     def _publishable(self, stop: int) -> int:
         """How far `[0, stop)` can be published so that others can use it, and this lease go on."""
-        accounts, tree = self._controller.accounts, self._controller.tree
+        assert self._parts is not None, "the caller has looked"
         assert self.receipt is not None, "granted leases hold a receipt"
-        stop = min(part.publishable(stop) for part in self._parts)
-        released = tree.would_release([self.receipt])
-        for part in self._parts:
-            spare = accounts.spare(part.index) + released[part.index]
-            if part.costs_promise(stop) and spare < 1:
-                self._controller.counters.states_skipped += 1
-                return self.committed
-        return stop
+        released = self._controller.tree.would_release([self.receipt])
+        publishable = self._parts.publishable(stop, released)
+        if publishable is None:
+            self._controller.counters.states_skipped += 1
+            return self.committed
+        return max(publishable, self.committed)
 
     # --- generate ---------------------------------------------------------------------------------
 
@@ -918,11 +877,10 @@ class Lease:
         if self._is_using_load and length < self._own_from * self._page_size:
             raise ValueError(f"cannot truncate to {length}: a load is bringing what is there")
         kept = min(length, self._computed)
-        for part in self._parts:
-            if part.fallback(kept) != kept:
+        if self._parts is not None:
+            if self._parts.fallback(kept) != kept:
                 raise ValueError(f"cannot truncate to {length}: what is needed there is not kept")
-        for part in self._parts:
-            self._free(part.index, part.cut(kept))
+            self._parts.cut(kept)
         self.key.truncate(length)
         self._cuts = [*self._cuts, length]
         self._computed = min(self._computed, length)
@@ -992,15 +950,14 @@ class Lease:
         if missing <= 0:
             return
         fresh = missing
-        if self._retired and not self._parts:
+        if self._retired and self._parts is None:
             fresh = max(0, missing - self._num_retired)
         unspent = self.unspent
         if fresh > unspent:
             self._controller.check_spare_of_base(fresh - unspent)
-        for part in self._parts:
-            if isinstance(part, WindowPart):
-                left = part.unspent(self._admitted_pages)
-                self._controller.check_spare_of_one(part.index, fresh - left)
+        if self._parts is not None:
+            for index, lacking in self._parts.lacking(fresh):
+                self._controller.check_spare_of_one(index, lacking)
         if fresh < missing:
             table.write(table.num_pages, self._take_retired(missing - fresh))
         if fresh:
@@ -1027,12 +984,8 @@ class Lease:
         return self._with_retired([ids[first : self.table.num_pages] for ids in self.table.ids])
 
     def _with_retired(self, pages: list[PageIds]) -> list[PageIds]:
-        for part in self._parts:
-            ids = pages[part.index]
-            ids = ids[ids != NO_PAGE]
-            if isinstance(part, StatePart):
-                ids = np.concatenate((ids, part.own(0)))
-            pages[part.index] = ids
+        if self._parts is not None:
+            pages = self._parts.in_table(pages)
         if not self._retired:
             return pages
         return [
@@ -1064,14 +1017,8 @@ class Lease:
             if unspent != self._promised:
                 self._controller.accounts.promise(unspent - self._promised)
                 self._promised = unspent
-            if self._parts:
-                self._settle_parts()
-
-    def _settle_parts(self) -> None:
-        for part in self._parts:
-            unspent = self.unspent_of(part.index)
-            self._controller.accounts.promise(unspent - part.promised, part.index)
-            part.promised = unspent
+            if self._parts is not None:
+                self._parts.settle()
 
     def own_ids(self, index: int) -> int:
         """Ids of one component that its end would give back, beside what the tree holds for it."""
@@ -1081,21 +1028,18 @@ class Lease:
 
     def unspent_of(self, index: int) -> int:
         """Ids of one component that admission promised and the lease has not taken."""
-        for part in self._parts:
-            if part.index == index:
-                return 0 if self._closed else part.unspent(self._admitted_pages)
-        return self.unspent
+        unspent = self._parts.unspent(index) if self._parts is not None else None
+        if unspent is None:
+            return self.unspent
+        return 0 if self._closed else unspent
 
     @property
     def state_slots(self) -> dict[str, int]:
         """Per component of states, the slot that a run of this lease works with, while it goes
         on."""
         components = self._controller.tree.components
-        return {
-            str(components[part.index].id): part.slot
-            for part in self._parts
-            if isinstance(part, StatePart)
-        }
+        slots = self._parts.slots() if self._parts is not None else {}
+        return {str(components[index].id): slot for index, slot in slots.items()}
 
     def pages_beyond_promise(self, num_tokens: int) -> int:
         """Pages that `num_tokens` tokens would take beyond what the lease has or was promised."""
@@ -1186,8 +1130,8 @@ class Lease:
             controller.accounts.promise(-self._promised)
             self._promised = 0
         self._closed = True
-        if self._parts and self.epoch == controller.epoch:
-            self._settle_parts()
+        if self._parts is not None and self.epoch == controller.epoch:
+            self._parts.settle(is_closed=True)
         if self._load is not None:
             if self._is_using_load:
                 self._deferred = 0  # it stands on pages that may never come
@@ -1210,7 +1154,7 @@ class Lease:
             self._retired = ()
         else:
             controller.tree.dec_lock_ref(receipt)
-            if self.num_private_pages or self._retired or self._parts:
+            if self.num_private_pages or self._retired or self._parts is not None:
                 controller.accounts.give_back(self.private_pages())
                 self._retired = ()
         self.receipt = None

@@ -158,6 +158,8 @@ class Told:
     def on_event(self, event: Event) -> None:
         if event.kind is EventKind.CLEARED:
             self.model |= {Tier.DEVICE: set(), Tier.HOST: set()}
+        elif event.kind is EventKind.FORGOTTEN:
+            self.model[event.tier] = set()
         if event.node is None:
             self.met[event.kind.value] += 1
             return

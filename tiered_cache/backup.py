@@ -135,7 +135,7 @@ class Backups:
                 while await self._write_some(boundary, is_first=is_first):
                     is_first = False
             except StaleError:
-                pass  # evicted meanwhile, or a reset
+                pass  # evicted meanwhile, a reset, or storage was cleared
             except BackendError:
                 self._counters.backups_failed += 1
             self._changed()
@@ -154,6 +154,7 @@ class Backups:
             return False
         start, end = part
         receipt = tree.inc_host_lock_ref(end, start)
+        clears = self._io.num_clears
         call: StorageCall | None = None
         try:
             above = 0 if is_first else start
@@ -161,7 +162,7 @@ class Backups:
             missing = await self._missing(keys, (start - above) // self._page_size)
             if missing and not self._writes:
                 return False
-            self._check(receipt)
+            self._check(receipt, clears)
             if missing:
                 first = (start - above) // self._page_size
                 ids = self._rows(end, start)[[at - first for at in missing]]
@@ -238,9 +239,11 @@ class Backups:
             node = node.parent
         return join(parts[::-1])
 
-    def _check(self, receipt: Receipt) -> None:
+    def _check(self, receipt: Receipt, clears: int) -> None:
         if receipt.epoch != self._tree.epoch:
             raise StaleError("the cache was reset")
+        if clears != self._io.num_clears:
+            raise StaleError("storage was cleared")
 
     def _write(
         self, receipt: Receipt, start: int, page_keys: Sequence[bytes], ids: PageIds
@@ -252,7 +255,8 @@ class Backups:
                 self._host.give_back_stale(self._host.only(BASE, call.ids))
                 return
             self._count(call, page_keys)
-            if call.results and call.num_good == len(ids):
+            is_there = call.clears == self._io.num_clears
+            if is_there and call.results and call.num_good == len(ids):
                 self._believe(receipt.node, start)
             self._tree.let_go(receipt)
             self._changed()

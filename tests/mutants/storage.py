@@ -21,6 +21,7 @@ HEALTH_TESTS: Final = "tests/storage/test_health.py::"
 ENDS: Final = "tests/storage/test_ends.py::"
 THREE: Final = "tests/storage/test_three_tiers.py::"
 OPTIONS: Final = "tests/storage/test_options.py::"
+EVENTS: Final = "tests/cases/test_cases_storage_events.py::"
 
 MUTANTS: Final = [
     # Buffers are quiet.
@@ -218,8 +219,8 @@ MUTANTS: Final = [
         rule="§10.4",
         harm="pages are kept that cannot be reached",
         file=BACKUP,
-        old="            if call.results and call.num_good == len(ids):\n",
-        new="            if call.results:\n",
+        old="            if is_there and call.results and call.num_good == len(ids):\n",
+        new="            if is_there and call.results:\n",
         test=BACKUP_TESTS + "test_below_what_could_not_be_written_nothing_is",
     ),
     Mutant(
@@ -236,7 +237,7 @@ MUTANTS: Final = [
         rule="§8.4",
         harm="the host gives up what is nowhere else",
         file=BACKUP,
-        old="            if call.results and call.num_good == len(ids):\n",
+        old="            if is_there and call.results and call.num_good == len(ids):\n",
         new="            if True:\n",
         test=BACKUP_TESTS + "test_a_refused_page_is_written_when_it_is_next_used",
     ),
@@ -293,6 +294,60 @@ MUTANTS: Final = [
         old="        for forgotten in self._around.tree.forget_all_stored(SWEEP_NODES):\n",
         new="        for forgotten in ():\n",
         test=ENDS + "test_a_detach_that_is_cancelled_is_finished",
+    ),
+    Mutant(
+        id="a-write-from-before-a-clear-is-believed",
+        rule="§8.4",
+        harm="pages are kept without those above them, which a clear has deleted",
+        file=BACKUP,
+        old="            is_there = call.clears == self._io.num_clears\n",
+        new="            is_there = True\n",
+        test=EVENTS + "test_b106_what_was_under_way_at_a_clear_is_not_believed",
+    ),
+    Mutant(
+        id="an-answer-from-before-a-clear-is-believed",
+        rule="§8.4",
+        harm="pages that a clear has deleted are never written again",
+        file=BACKUP,
+        old="        if clears != self._io.num_clears:\n",
+        new="        if False:\n",
+        test=EVENTS + "test_b106_what_was_under_way_at_a_clear_is_not_believed",
+    ),
+    Mutant(
+        id="a-read-from-before-a-clear-is-believed",
+        rule="§8.4",
+        harm="pages that a clear has deleted are never written again",
+        file=PREFETCH,
+        old="            if boundary is not None and call.clears == self._io.num_clears:\n",
+        new="            if boundary is not None:\n",
+        test=EVENTS + "test_b106_what_was_under_way_at_a_clear_is_not_believed",
+    ),
+    Mutant(
+        id="a-question-corrects-nothing",
+        rule="§8.4",
+        harm="a page that storage has lost is never written again",
+        file=PREFETCH,
+        old="        if found < believed:",
+        new="        if False:",
+        test=EVENTS + "test_b106_what_is_believed_is_put_right_by_a_question",
+    ),
+    Mutant(
+        id="a-clear-is-told-to-nobody",
+        rule="§12.1",
+        harm="observers believe in pages that storage has no more",
+        file=RADIX,
+        old="        self.observers.on_event(Event(EventKind.FORGOTTEN, tier=Tier.STORAGE))\n",
+        new="",
+        test=EVENTS + "test_b106_what_was_under_way_at_a_clear_is_not_believed",
+    ),
+    Mutant(
+        id="only-the-end-of-a-path-is-looked-at",
+        rule="§9.5",
+        harm="what is above a host copy, and was only in storage, is never kept again",
+        file=POLICIES,
+        old="            node = node.parent  # what is above may lack it",
+        new="            return  # what is above may lack it",
+        test=EVENTS + "test_b40_what_the_host_lacks_in_the_middle_is_kept_when_it_is_next_used",
     ),
     Mutant(
         id="what-waits-is-not-bounded",

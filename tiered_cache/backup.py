@@ -159,12 +159,16 @@ class Backups:
         try:
             above = 0 if is_first else start
             keys = await self._page_keys(end, above)
-            missing = await self._missing(keys, (start - above) // self._page_size)
+            first = (start - above) // self._page_size
+            missing = await self._missing(keys, first)
+            self._check(receipt, clears)
+            if missing and missing[0] < first:  # it was believed to be there: begin with it
+                lost = tree.forget_path_stored(end, above + missing[0] * self._page_size)
+                self._host.take_back(lost)
+                return True
             if missing and not self._writes:
                 return False
-            self._check(receipt, clears)
             if missing:
-                first = (start - above) // self._page_size
                 ids = self._rows(end, start)[[at - first for at in missing]]
                 call = self._write(receipt, start, [keys[at] for at in missing], ids)
         finally:
@@ -215,7 +219,7 @@ class Backups:
         return tree.keys_of(end, start)
 
     async def _missing(self, keys: Sequence[bytes], first: int) -> list[int]:
-        """Which of these pages, from `first` on, storage lacks; what it has wrong is deleted first,
+        """Which of these pages storage lacks; what it has wrong, from `first` on, is deleted first,
         for some keep what they have."""
         there = await self._io.contains(BASE, keys)
         wrong = [key for key in keys[first:] if self._io.is_suspect(key)]
@@ -224,7 +228,7 @@ class Backups:
         return [
             at
             for at, (key, is_there) in enumerate(zip(keys, there, strict=True))
-            if at >= first and (not is_there or self._io.is_suspect(key))
+            if not is_there or self._io.is_suspect(key)
         ]
 
     def _rows(self, end: Boundary, start: int) -> PageIds:

@@ -191,6 +191,33 @@ async def test_b106_what_is_believed_is_put_right_by_a_question(lost: int) -> No
         assert told.faults == []
 
 
+@pytest.mark.parametrize("lost", [0, 2, 7])
+@pytest.mark.parametrize("on_host", [True, False])
+@on_virtual_clock
+async def test_b41_what_storage_has_lost_above_is_kept_again(lost: int, on_host: bool) -> None:
+    """B41: eight pages are on the device (and the host, or not), and believed to be in storage,
+    where one is gone. A longer prompt is published: in the end all of it is kept, and observers
+    know."""
+    told, longer = Told(), [*A, *seq("B", 8)]
+    async with three_tiers(options={"observers": [told]}) as (r, store):
+        told.tree = r.cache.tree
+        await r.serve(A)
+        await r.cache.drain()
+        if not on_host:
+            r.cache._controller.host_pages.evict([8])  # type: ignore[union-attr]
+        await store.kept.delete([store.key_of(A, lost)])
+        assert await r.serve(longer) == 32
+        await r.cache.drain()
+        assert told.met["removed storage"] > 0
+        if on_host:
+            assert store.has(longer) == "S" * 10
+        await r.serve([*longer, 1])
+        await r.cache.drain()
+        assert store.has(longer) == "S" * 10
+        assert believed(r) == told.model[Tier.STORAGE] == kept(store)
+        assert told.faults == []
+
+
 @on_virtual_clock
 async def test_b106_a_page_that_is_believed_no_longer_can_still_be_given_up() -> None:
     """B106, §11.5: the device alone has four pages, and storage; below them the host holds what is

@@ -255,8 +255,8 @@ MUTANTS: Final = [
         rule="§10.3",
         harm="a page that was spoilt once is a miss for ever",
         file=BACKUP,
-        old="if at >= first and (not is_there or self._io.is_suspect(key))",
-        new="if at >= first and not is_there",
+        old="            if not is_there or self._io.is_suspect(key)\n",
+        new="            if not is_there\n",
         test=BACKUP_TESTS + "test_what_storage_has_wrong_is_replaced",
     ),
     Mutant(
@@ -330,6 +330,15 @@ MUTANTS: Final = [
         old="        if found < believed:",
         new="        if False:",
         test=EVENTS + "test_b106_what_is_believed_is_put_right_by_a_question",
+    ),
+    Mutant(
+        id="a-backup-does-not-look-above",
+        rule="§8.4",
+        harm="pages are kept without those above them, which storage has lost",
+        file=BACKUP,
+        old="            if missing and missing[0] < first:",
+        new="            if False:",
+        test=EVENTS + "test_b41_what_storage_has_lost_above_is_kept_again",
     ),
     Mutant(
         id="a-clear-is-told-to-nobody",

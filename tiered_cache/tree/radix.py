@@ -837,11 +837,12 @@ class RadixTree:
         Host copies below a node that is nowhere now cannot be reached: they are given up, unless
         somebody holds one (6.4).
         """
-        eviction = Eviction(Tier.HOST, len(self.components))
         path, _ = self._known(key, len(key) - len(key) % self.page_size)
-        for node in reversed([node for node in path if node.end > depth]):
-            self._forget_stored(node, eviction)
-        return eviction.result()
+        return self._forget_path(path[::-1], depth)
+
+    def forget_path_stored(self, boundary: Boundary, depth: int) -> EvictResult:
+        """The same of the path to `boundary`."""
+        return self._forget_path(self._path_to(self.cut(boundary)), depth)
 
     def believed_length(self, key: RadixKey) -> int:
         """Tokens of `key` that some tier has, storage by belief."""
@@ -873,6 +874,13 @@ class RadixTree:
                     yield eviction.result()
                     eviction = Eviction(Tier.HOST, len(self.components))
             yield eviction.result()
+
+    def _forget_path(self, path: Sequence[Node], depth: int) -> EvictResult:
+        """`path`: the deepest node first."""
+        eviction = Eviction(Tier.HOST, len(self.components))
+        for node in [node for node in path if node.end > depth]:
+            self._forget_stored(node, eviction)
+        return eviction.result()
 
     def _forget_stored(self, node: Node, eviction: Eviction, *, tells: bool = True) -> None:
         base = node.data[BASE]

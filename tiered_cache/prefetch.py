@@ -332,7 +332,7 @@ class Prefetches:
             prefetch.end("less than the threshold is missing")
             return ()
         keys = await self._hash(prefetch)
-        believed = min(self._tree.believed_length(prefetch.key), prefetch.length)
+        believed = min(self._tree.stored_length(prefetch.key, hit), prefetch.length)
         found = await self._probe(prefetch, hit, keys)
         if found < believed:  # it is kept again when it is next used
             self._host.take_back(self._tree.forget_stored(prefetch.key, found))

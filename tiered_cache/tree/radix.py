@@ -944,6 +944,14 @@ class RadixTree:
         assert current is not None, "the root ends at 0"
         return current is self.root or current.data[BASE].value is not None
 
+    def stored_length(self, key: RadixKey, start: int) -> int:
+        """Tokens of `key` that storage is believed to have, going on from `start`."""
+        path, depth = self._known(key, len(key) - len(key) % self.page_size)
+        for node in path:
+            if node.end > start and not node.data[BASE].stored:
+                return max(start, node.start)
+        return max(start, depth)
+
     def commit_transfer(
         self, boundary: Boundary, component: int, tier: Tier, ids: PageIds
     ) -> PageIds:

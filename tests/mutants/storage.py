@@ -293,7 +293,7 @@ MUTANTS: Final = [
         file=TIER,
         old="        for forgotten in self._around.tree.forget_all_stored(SWEEP_NODES):\n",
         new="        for forgotten in ():\n",
-        test=ENDS + "test_a_detach_that_is_cancelled_is_finished",
+        test=EVENTS + "test_b40_what_the_host_lacks_in_the_middle_is_kept_when_it_is_next_used",
     ),
     Mutant(
         id="a-write-from-before-a-clear-is-believed",

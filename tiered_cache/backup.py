@@ -162,10 +162,10 @@ class Backups:
             first = (start - above) // self._page_size
             missing = await self._missing(keys, first)
             self._check(receipt, clears)
-            if missing and missing[0] < first:  # it was believed to be there: begin with it
+            if missing and missing[0] < first:  # it was believed to be there
                 lost = tree.forget_path_stored(end, above + missing[0] * self._page_size)
                 self._host.take_back(lost)
-                return True
+                return False  # the next use begins with it: a full store would never come to rest
             if missing and not self._writes:
                 return False
             if missing:

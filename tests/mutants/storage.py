@@ -221,7 +221,7 @@ MUTANTS: Final = [
         file=BACKUP,
         old="            if is_there and call.results and call.num_good == len(ids):\n",
         new="            if is_there and call.results:\n",
-        test=BACKUP_TESTS + "test_below_what_could_not_be_written_nothing_is",
+        test=BACKUP_TESTS + "test_a_refused_page_is_written_when_it_is_next_used",
     ),
     Mutant(
         id="what-is-stored-stands-for-what-is-above-it",

@@ -332,7 +332,10 @@ class Prefetches:
             prefetch.end("less than the threshold is missing")
             return ()
         keys = await self._hash(prefetch)
+        believed = min(self._tree.stored_length(prefetch.key, hit), prefetch.length)
         found = await self._probe(prefetch, hit, keys)
+        if found < believed:  # it is kept again when it is next used
+            self._host.take_back(self._tree.forget_stored(prefetch.key, found))
         if found <= hit:
             prefetch.end("storage has no more of it")
         elif not self.is_worth(found - hit):
@@ -458,7 +461,7 @@ class Prefetches:
             keys = prefetch.key.page_keys(self._page_size, start // self._page_size + count)
             boundary, unused = self._tree.insert_host(prefetch.key, start, BASE, ids[:count], keys)
             self._counters.pages_prefetched += count - len(unused)
-            if boundary is not None:
+            if boundary is not None and call.clears == self._io.num_clears:
                 self._tree.believe_span_stored(boundary.node, start, BASE)
             if boundary is not None and prefetch in self._active and not prefetch.is_stopped:
                 self._hold(prefetch)

@@ -288,6 +288,7 @@ class StorageTier:
             for record in self.parts.formats:
                 found += await self.backend.clear(record.scope)
         finally:  # also what was written meanwhile; and part of it may have gone, or all
+            self.io.num_clears += 1
             forgetting = self._around.spawn(self._forget_beliefs(), "forget storage")
         await asyncio.wait([forgetting])
         return found

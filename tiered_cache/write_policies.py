@@ -157,8 +157,11 @@ class WriteThrough:
         node = boundary.node
         while node.parent is not None and node.parent.end >= boundary.depth:
             node = node.parent  # cut since
-        data = node.data[BASE]
-        if data.host_value is None and not data.stored and node.parent is not None:
+        while node.parent is not None and (
+            node.data[BASE].host_value is not None or node.data[BASE].stored
+        ):
+            node = node.parent  # what is above may lack it: storage was believed to have it
+        if node.parent is not None:
             if len(self._queue) >= MAX_QUEUED:
                 self._parts.counters.stores_skipped += 1
                 return

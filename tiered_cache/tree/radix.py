@@ -342,12 +342,12 @@ class RadixTree:
                 return None, ids
         if depth < start:
             return None, ids
+        self._stamp += 1  # before there is a new node: no two of one depth have the same
         node = path[-1] if path else self.root
         if node.end > depth:
             node = path[-1] = self._split_node(node, depth)
         if depth < stop:
             path.append(self._hang(node, key, depth, stop))
-        self._stamp += 1
         unused = self.commit_transfer(Boundary(path[-1], stop), component, Tier.HOST, ids)
         path = self._path_to(path[-1])[::-1]
         for other in self.components:

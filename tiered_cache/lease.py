@@ -22,20 +22,22 @@ import asyncio
 import sys
 import warnings
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from tiered_cache.chunk import Chunk, find_chunks
-from tiered_cache.errors import ClosedError, StaleError
+from tiered_cache.errors import CapacityError, ClosedError, RanksError, StaleError
+from tiered_cache.joint import JointGrant
 from tiered_cache.keys import check_token
 from tiered_cache.layers import NO_LOADS
 from tiered_cache.lease_parts import LeaseParts
 from tiered_cache.page_table import PageTable
 from tiered_cache.prefix_load import PrefixLoad
 from tiered_cache.publish import publish
+from tiered_cache.ranks import EQUAL
 from tiered_cache.tree.node import BASE
 from tiered_cache.types import NO_PAGE, Boundary, Hits, MatchPrefixParams, whole_number
 
@@ -48,10 +50,15 @@ if TYPE_CHECKING:
     from tiered_cache.layers import LayerWaits
     from tiered_cache.lease_parts import StateCopy
     from tiered_cache.prefetch import PrefetchHandle
+    from tiered_cache.ranks import Operation
     from tiered_cache.tree.locks import Receipt
     from tiered_cache.types import PageIds
 
 T = TypeVar("T")
+
+HAS_PAGES: Final = 1
+IS_CLEAR: Final = 2
+"""Marks that ranks offer: there are pages for a chunk, and nobody else is computing it."""
 
 
 class Lease:
@@ -79,6 +86,7 @@ class Lease:
         "_deferred",
         "_fences",
         "_full_hit_length",
+        "_joint",
         "_layerwise",
         "_load",
         "_not_fetched",
@@ -126,7 +134,9 @@ class Lease:
         self.layers = NO_LOADS
         self.epoch = -1
         self.granted_at = 0.0
-        self._layerwise = layerwise
+        # Other ranks' loads end at other times, and may end otherwise: the grant waits for them.
+        self._layerwise = layerwise and controller.ranks.is_alone
+        self._joint: Operation | None = None  # what it does with other ranks, until its end
         self._rollback = rollback
         self._controller = controller
         self._page_size = controller.page_size
@@ -183,11 +193,19 @@ class Lease:
         """Tokens that may be reused: at least one is always computed (semantics §11.2)."""
         return self.prompt_len - 1 if self._controller.enabled else 0
 
-    async def agree_on_reusable(self) -> int:
-        """`reusable`, as far as every rank has it on some tier."""
-        controller, limit = self._controller, self.reusable
-        match = controller.tree.match_prefix(MatchPrefixParams(self.key, limit))
-        return await controller.agree(f"grant {self.id}", limit, match.best_length)
+    async def grant_on_all(
+        self, operation: Operation, timeout: float | None, load_timeout: float | None
+    ) -> None:
+        """The way to its prefix, where several ranks must come to the same; see `JointGrant`."""
+        self._joint = operation
+        try:
+            await JointGrant(self, self._controller, operation).run(timeout, load_timeout)
+        except BaseException:
+            operation.give_up()
+            self.close()
+            raise
+        finally:
+            self.end_prefetch()
 
     async def prefetch(self, limit: int, timeout: float | None) -> None:
         """Have storage bring to the host what is missing of the first `limit` tokens, as long as
@@ -197,11 +215,11 @@ class Lease:
             return
         match = self._controller.tree.match_prefix(MatchPrefixParams(self.key, limit))
         missing = limit - limit % self._page_size - match.best_length
-        # Where there are several ranks, all of them ask, or none: another may have less.
+        # Where there are several ranks, all of them ask: another may have less.
         if self._controller.ranks.is_alone and not storage.prefetches.is_worth(missing):
             return
         self._storage_from = match.best_length
-        name = f"lease {self.id}"
+        name = f"prefetch of lease {self.id}"
         self._prefetch = storage.prefetches.start(self.key, limit, name=name)
         self._storage_to = await self._prefetch.wait(timeout=timeout)
         self._controller.check()
@@ -219,11 +237,11 @@ class Lease:
     def admit_now(self, limit: int) -> bool:
         """If there is a place and nobody ahead, hold what the device has of the first `limit`
         tokens."""
-        return self._controller.admission.admit_now(partial(self._try_grant, limit))
+        return self._controller.admission.admit_now(partial(self.try_grant, limit))
 
     async def admit(self, limit: int, timeout: float | None, place: int | None) -> None:
         """`admit_now`, in the very step in which there is a place."""
-        controller, attempt = self._controller, partial(self._try_grant, limit)
+        controller, attempt = self._controller, partial(self.try_grant, limit)
         await controller.admission.admit(attempt, timeout, controller.check, place)
 
     @property
@@ -239,12 +257,18 @@ class Lease:
         await self._load.bring(limit, timeout, layerwise=layerwise)
         self._controller.check()  # the cache may have been closed meanwhile
 
+    def load_no_longer(self) -> None:
+        """Be content with what has come."""
+        if self._load is not None:
+            self._load.wait_no_longer()
+
     @property
     def is_stale(self) -> bool:
         """Whether a `reset()` came since it was admitted."""
         return self.epoch != self._controller.epoch
 
-    def _try_grant(self, limit: int) -> bool:
+    def try_grant(self, limit: int) -> bool:
+        """If there is room, hold what the device has of the first `limit` tokens."""
         controller, tree = self._controller, self._controller.tree
         match = tree.match_prefix(MatchPrefixParams(self.key, limit))
         self._seen = tree.growth
@@ -293,8 +317,9 @@ class Lease:
             self._parts.held(self.receipt)
 
     def start_over(self) -> None:
-        """What it was admitted with is gone (a reset): it is as it was before."""
-        self.close()
+        """What it was admitted with is gone (a reset), or less on another rank: it is as it was
+        before."""
+        self._close()
         self.prefix_len = self.committed = self._computed = self._promised = 0
         self._reused = self._reused_host = self._reused_storage = 0
         self._storage_from, self._storage_to = sys.maxsize, 0
@@ -432,6 +457,8 @@ class Lease:
         if max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
         controller = self._controller
+        if self._joint is not None:
+            return await self._next_chunk_on_all(self._joint, max_tokens)
         while True:
             self.check()
             start, length = self.frontier, self.key.num_tokens
@@ -440,10 +467,7 @@ class Lease:
             if self._load is not None and self._load.pages and not self._is_using_load:
                 await self._load.settled()
                 continue
-            if not controller.ranks.is_alone:
-                await self._agree_on_rematch()
-                start = self.frontier
-            elif controller.tree.growth != self._seen:
+            if controller.tree.growth != self._seen:
                 self.rematch(length - 1)
                 start = self.frontier
             claim = controller.claims.over(self.id, self.key, start)
@@ -451,14 +475,11 @@ class Lease:
                 break
             controller.counters.chunk_waits += 1
             await claim.released.wait()
-        stop = self._chunk_end(start, start + max_tokens)
-        if not controller.ranks.is_alone:
-            await self._agree_on_room(stop)
-        return self._hand_out(start, stop)
+        return self._hand_out(start, self._end_of_chunk(start, max_tokens))
 
-    def _chunk_end(self, start: int, stop: int) -> int:
-        """Where a chunk that may reach to `stop` ends (semantics §11.3)."""
-        length, grid = self.key.num_tokens, self._controller.grid
+    def _end_of_chunk(self, start: int, max_tokens: int) -> int:
+        """Where a chunk ends that may have so many tokens (semantics §11.3)."""
+        stop, length, grid = start + max_tokens, self.key.num_tokens, self._controller.grid
         if stop < length:
             whole = stop - stop % grid
             stop = whole if whole > start else stop
@@ -474,26 +495,91 @@ class Lease:
             stop = min(stop, max(start + 1, num_pages * self._page_size))
         return stop
 
-    async def _agree_on_rematch(self) -> None:
-        """Go on from what others have published on all ranks."""
-        controller, receipt, limit = self._controller, self.receipt, len(self) - 1
-        assert receipt is not None, "granted leases hold a receipt"
-        deeper = controller.tree.match_deeper(receipt, self.key, limit)
-        reach = deeper.depth if deeper is not None else receipt.depth
-        limit = await controller.agree(f"chunk {self.id} {self.frontier}", limit, reach)
-        self.check()
-        self.rematch(limit)
+    async def _next_chunk_on_all(self, joint: Operation, max_tokens: int) -> Chunk | None:
+        """`next_chunk`, with the same answer on all ranks.
 
-    async def _agree_on_room(self, stop: int) -> None:
-        """Raise `CapacityError` on all ranks when one has no pages up to `stop`."""
-        controller = self._controller
-        beyond = self.pages_beyond_promise(stop)
-        has_room = min(controller.accounts.room_beside(beyond)) >= 0
-        agreed = await controller.ranks.agree(f"room {self.id} {stop}", [stop] if has_room else [])
+        Whatever one of them waits for, all wait for: who has nothing to wait for asks the next
+        question, which is answered when the others have come to it.
+
+        Raises:
+            RanksError: another rank has given up, or has computed something else.
+        """
+        try:
+            while True:
+                self.check()
+                if self.frontier >= self.key.num_tokens:
+                    return None
+                await self._agree_on_rematch(joint)
+                start = self.frontier
+                stop = self._end_of_chunk(start, max_tokens)
+                claim = self._controller.claims.over(self.id, self.key, start)
+                if await self._agree_on_pages(joint, stop, is_clear=claim is None):
+                    return self._hand_out(start, stop)
+                if claim is not None:
+                    self._controller.counters.chunk_waits += 1
+                    await claim.released.wait()
+        except CapacityError:
+            raise  # on all, and all can go on
+        except BaseException:
+            joint.give_up()
+            raise
+
+    async def _agree_on_rematch(self, joint: Operation) -> None:
+        """Go on from what others have published on all ranks; hold it here until all have said how
+        much that is."""
+        controller, size, frontier = self._controller, self._page_size, self.frontier
+        held = self._hold_deeper()
+        reach = frontier - frontier % size if held is None else held.depth
+        try:
+            agreed = await joint.agree([*range(0, reach + 1, size), EQUAL - frontier])
+            self.check()
+            if EQUAL - frontier not in agreed:
+                raise RanksError(f"{self!r}: another rank has not computed the same")
+            self.rematch(max(agreed))
+        finally:
+            if held is not None:
+                controller.tree.let_go(held)
+                controller.admission.look_again()
+
+    def _hold_deeper(self) -> Receipt | None:
+        """Hold what others have published beyond what this lease has computed, if it could go on
+        from there."""
+        controller, receipt = self._controller, self.receipt
+        assert receipt is not None, "granted leases hold a receipt"
+        if self._num_runs or not controller.enabled:
+            return None
+        boundary = controller.tree.match_deeper(receipt, self.key, len(self) - 1)
+        if boundary is None or boundary.depth <= self._computed:
+            return None
+        spare, needed = controller.accounts.room_beside(0), controller.tree.would_protect(boundary)
+        if any(pages > room for pages, room in zip(needed, spare, strict=True)):
+            return None
+        return controller.tree.inc_lock_ref(boundary)
+
+    async def _agree_on_pages(self, joint: Operation, stop: int, *, is_clear: bool) -> bool:
+        """Have pages up to `stop` on all ranks. False: go round again, for on some rank another
+        lease is computing the same.
+
+        Raises:
+            CapacityError: on all ranks, when one has no room.
+        """
+        had, num_pages = self.table.num_pages, -(-stop // self._page_size)
+        refused = None
+        try:
+            self._take_pages(num_pages)
+        except CapacityError as error:
+            refused = error
+        marks = (HAS_PAGES, refused is None), (IS_CLEAR, is_clear)
+        agreed = await joint.agree([mark for mark, is_true in marks if is_true])
         self.check()
-        if stop not in agreed:
-            controller.check_spare(beyond)
-            raise controller.no_room_elsewhere(beyond)
+        if HAS_PAGES not in agreed:
+            if had < self.table.num_pages:
+                self._give_back(self.table.cut(had))
+                self.settle_promise()
+                self._controller.admission.look_again()
+            missing = self.pages_beyond_promise(stop)
+            raise refused or self._controller.no_room_elsewhere(missing)
+        return IS_CLEAR in agreed
 
     def rematch(self, limit: int) -> None:
         """Go on from what others have published, if that is beyond what this lease has computed."""
@@ -1123,8 +1209,15 @@ class Lease:
         Raises:
             WrongThreadError: from another thread than the cache's; nothing changes.
         """
+        if self._closed or not self._controller.may_clean_up():
+            return
+        if self._joint is not None:
+            self._joint.give_up()
+        self._close()
+
+    def _close(self) -> None:
         controller = self._controller
-        if self._closed or not controller.may_clean_up():
+        if self._closed:
             return
         if self._promised and self.epoch == controller.epoch:
             controller.accounts.promise(-self._promised)

@@ -40,8 +40,10 @@ class PrefixLoad:
         "_brought",
         "_controller",
         "_lease",
+        "_limit",
         "_loads",
         "_using",
+        "_waits",
         "end",
         "has_failed",
         "pages",
@@ -55,6 +57,8 @@ class PrefixLoad:
         self._loads: dict[Transfer, int] = {}
         self._brought = (sys.maxsize, 0)  # from where to where the first component has come
         self._using: Sequence[Transfer] = ()  # while the lease's table names their pages
+        self._limit = 0  # tokens that are wanted
+        self._waits: asyncio.Timeout | None = None
         self.pages = 0
         self.end = 0
         self.has_failed = False
@@ -86,8 +90,9 @@ class PrefixLoad:
         if timeout == 0:
             self.shortened = "load_timeout is 0"
             return
+        self._limit = limit
         try:
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(timeout) as self._waits:
                 # A load of somebody else's may fail above this lease's own: then plan once more,
                 # and what has arrived below is kept.
                 for _ in range(2):
@@ -103,12 +108,20 @@ class PrefixLoad:
                         break
         except TimeoutError:
             controller.counters.load_timeouts += 1
-            self.shortened = f"the load did not end within {timeout} s"
+            self.shortened = "the load did not end in time"
+            if timeout is not None:
+                self.shortened = f"the load did not end within {timeout} s"
         finally:
+            self._waits = None
             if not self._using:
                 self.leave()
         if self.pages and self._lease.epoch == controller.epoch:
             await self._be_promised_again()
+
+    def wait_no_longer(self) -> None:
+        """As if its time limit had come."""
+        if self._waits is not None:
+            self._waits.reschedule(self._controller.now())
 
     def _cover(self, limit: int, *, layerwise: bool) -> list[Transfer]:
         """Join the loads that bring a part of what is missing, start one for each other part."""
@@ -202,7 +215,7 @@ class PrefixLoad:
                 stop = load.start + load.num_committed * controller.page_size
                 first, last = self._brought
                 self._brought = (min(first, load.start), max(last, stop))
-            lease.go_on_from(*self._brought, self.end or None)
+            lease.go_on_from(*self._brought, self.end or self._limit)
         if self._using:
             self._check_used(load)
         lease.settle_promise()

@@ -168,7 +168,9 @@ class WriteThrough:
         node = boundary.node
         while node.parent is not None and node.parent.end >= boundary.depth:
             node = node.parent  # cut since
-        if node.parent is not None and any(map(_is_to_be_copied, node.data)):
+        while node.parent is not None and not any(map(_is_to_be_copied, node.data)):
+            node = node.parent  # what is above may lack it: storage was believed to have it
+        if node.parent is not None:
             if len(self._queue) >= MAX_QUEUED:
                 self._parts.counters.stores_skipped += 1
                 return

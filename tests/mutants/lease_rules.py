@@ -122,8 +122,8 @@ MUTANTS: Final = [
         rule="§11.7",
         harm="a leak of the pages of rejected drafts",
         file=LEASE,
-        old="            self._give_back(self.table.cut(keep))\n            self.settle_promise()\n            self._controller.admission",
-        new="            self.table.cut(keep)\n            self.settle_promise()\n            self._controller.admission",
+        old="            self._give_back(self.table.cut(keep))\n            self.settle_promise()",
+        new="            self.table.cut(keep)\n            self.settle_promise()",
         test=RULES + "test_truncate_drops_rejected_drafts",
     ),
     Mutant(

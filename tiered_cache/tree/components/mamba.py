@@ -7,7 +7,6 @@ depth, and a lock holds that one slot.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from typing import TYPE_CHECKING, ClassVar, Final
 
 import numpy as np
@@ -133,10 +132,6 @@ class MambaComponent(SparseComponent):
             self._hold(path[0], tier)
         return start
 
-    def release_component_lock(self, node: Node, tier: Tier, part: int) -> None:
-        for held in self.held(node, tier, part):
-            self._unhold(held, tier)
-
     def held(self, node: Node, tier: Tier, part: int) -> Iterator[Node]:
         if node.parent is not None and node.end > part:
             yield node
@@ -147,13 +142,6 @@ class MambaComponent(SparseComponent):
                 data = node.data[self.index]
                 return int(data.value is not None and not data.lock_ref)
         return 0
-
-    def would_release(self, parts: Sequence[tuple[Node, int]]) -> int:
-        left = Counter(node for node, _ in parts)
-        return sum(
-            node.data[self.index].value is not None and node.data[self.index].lock_ref == locks
-            for node, locks in left.items()
-        )
 
     # --- transfer ---------------------------------------------------------------------------------
 

@@ -149,7 +149,9 @@ def test_what_is_no_number_is_refused_at_its_key(key: str) -> None:
 
 STATE: Final = {"name": "conv", "row_shape": [4], "dtype": "int8"}
 HYBRID: Final = {
-    **{**MODEL, "num_layers": 3, "extra_pools": []},
+    **MODEL,
+    "num_layers": 3,
+    "extra_pools": [],
     "layer_types": ["full_attention", "sliding_attention", "linear_attention"],
     "sliding_window": [8],
     "states": [STATE],

@@ -78,14 +78,11 @@ def _host_warnings(host: HostConfig, sizing: Sizing) -> Iterator[str]:
     for component, pages in (sizing.host_pages or {}).items():
         device_pages = (sizing.num_pages or {component: pages})[component]
         if pages < device_pages:
-            held, more = f"{pages:,} ids of {component}", f"{device_pages:,}"
+            held = f"fewer ids of {component} ({pages:,}) than the device ({device_pages:,})"
             if component == first:
-                held = f"{pages * sizing.page_size:,} tokens"
-                more = f"{device_pages * sizing.page_size:,}"
-            yield (
-                f"host holds {held}, fewer than the device ({more}): "
-                "what the device evicts would not fit"
-            )
+                tokens, more = (count * sizing.page_size for count in (pages, device_pages))
+                held = f"{tokens:,} tokens, fewer than the device ({more:,})"
+            yield f"host holds {held}: what the device evicts would not fit"
         tokens = min(pages, device_pages) * sizing.page_size
         if component == first and host.load_back_threshold > tokens:
             yield (

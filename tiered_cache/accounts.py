@@ -16,6 +16,8 @@ import numpy as np
 
 from tiered_cache.errors import IntegrityError
 from tiered_cache.tree.components.base import NO_PAGES
+from tiered_cache.tree.node import BASE
+from tiered_cache.types import NO_PAGE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 class TierPages:
     """The pages of all components on one tier, in dense component order."""
 
-    __slots__ = ("_counters", "_stale_refs", "_tree", "allocators")
+    __slots__ = ("_counters", "_has_gaps", "_stale_refs", "_tree", "allocators")
 
     def __init__(
         self, tree: RadixTree, allocators: Sequence[PageAllocator], counters: Counters
@@ -37,12 +39,13 @@ class TierPages:
         self._tree = tree
         self._counters = counters
         self.allocators = tuple(allocators)
+        self._has_gaps = any(component.has_tombstones for component in tree.components)
         self._stale_refs: list[PageIds | None] = [None] * len(self.allocators)
 
     def give_back(self, pages: Sequence[PageIds]) -> None:
-        """Ids of each component that nobody touches any more go home."""
+        """Ids of each component that nobody touches any more go home (−1: none there)."""
         for allocator, ids in zip(self.allocators, pages, strict=True):
-            allocator.free(ids)
+            allocator.free(ids[ids != NO_PAGE] if self._has_gaps else ids)
 
     def only(self, index: int, ids: PageIds) -> list[PageIds]:
         """Ids of one component, and of the others none: by component."""
@@ -74,7 +77,7 @@ class TierPages:
         for pages in held:
             for refs, ids in zip(self._stale_refs, pages, strict=True):
                 assert refs is not None, "made above"
-                refs[ids] += 1
+                refs[ids[ids != NO_PAGE]] += 1
         for allocator, refs in zip(self.allocators, self._stale_refs, strict=True):
             assert refs is not None, "made above"
             allocator.reset(np.flatnonzero(refs).astype(np.int32))
@@ -84,6 +87,7 @@ class TierPages:
         """A holder from before a reset has ended: what nobody else holds is free."""
         for allocator, refs, ids in zip(self.allocators, self._stale_refs, pages, strict=True):
             if refs is not None and len(ids):
+                ids = ids[ids != NO_PAGE]
                 refs[ids] -= 1
                 allocator.free(ids[refs[ids] == 0])
         self._forget_settled()
@@ -131,11 +135,11 @@ class HostPages(TierPages):
 class PageAccounts(TierPages):
     """The device's pages.
 
-    `promised`: per component, pages that admitted leases may still take. `smallest`: the capacity
-    of the component with the fewest pages.
+    `promised`: per component, ids that admitted leases may still take. `capacity`: pages of the
+    first component.
     """
 
-    __slots__ = ("_host", "promised", "smallest")
+    __slots__ = ("_host", "_per_page", "capacity", "promised")
 
     def __init__(
         self,
@@ -147,7 +151,8 @@ class PageAccounts(TierPages):
         super().__init__(tree, allocators, counters)
         self._host = host
         self.promised = [0] * len(self.allocators)
-        self.smallest = min(allocator.capacity for allocator in self.allocators)
+        self.capacity = self.allocators[BASE].capacity
+        self._per_page = [component.is_per_page for component in tree.components]
 
     def spare(self, index: int) -> int:
         """Pages of a component that are neither held nor promised."""
@@ -155,15 +160,21 @@ class PageAccounts(TierPages):
         return self.allocators[index].num_free + evictable - self.promised[index]
 
     def room_beside(self, num_pages: int) -> list[int]:
-        """Per component, evictable pages that may be protected when so many are taken besides."""
-        return [self.spare(index) - num_pages for index in range(len(self.promised))]
+        """Per component, evictable pages that may be protected when so many are taken besides (of
+        those that have an id per page)."""
+        return [
+            self.spare(index) - (num_pages if per_page else 0)
+            for index, per_page in enumerate(self._per_page)
+        ]
 
     def short(self, num_pages: int) -> int:
         """Pages that must be evicted, of the component that is shortest of free ones, before so
         many more than what is promised can be taken."""
         return max(
-            num_pages + promised - allocator.num_free
-            for allocator, promised in zip(self.allocators, self.promised, strict=True)
+            (num_pages if per_page else 0) + promised - allocator.num_free
+            for allocator, promised, per_page in zip(
+                self.allocators, self.promised, self._per_page, strict=True
+            )
         )
 
     def missing(self, need: Sequence[int]) -> list[int]:
@@ -173,20 +184,20 @@ class PageAccounts(TierPages):
             for pages, promised, allocator in zip(need, self.promised, self.allocators, strict=True)
         ]
 
-    def promise(self, num_pages: int) -> None:
-        """Promise so many pages of every component (or take the promise back, if negative)."""
-        if len(self.promised) == 1:  # spelt out: every lease comes by here several times
-            self.promised[0] += num_pages
-            return
-        for index in range(len(self.promised)):
-            self.promised[index] += num_pages
+    def promise(self, num_ids: int, index: int = BASE) -> None:
+        """Promise so many more ids of a component (or take the promise back, if negative)."""
+        self.promised[index] += num_ids
 
     def take(self, num_pages: int) -> list[PageIds]:
-        """Ids of every component, making room by victims in policy order.
+        """Ids for so many pages, of every component (−1 where it has none per page), making room by
+        victims in policy order.
 
         The caller has the right to them: they are promised to it, or spare.
         """
-        return [self.take_of(index, num_pages) for index in range(len(self.allocators))]
+        return [
+            self.take_of(index, num_pages) if per_page else np.full(num_pages, NO_PAGE, np.int32)
+            for index, per_page in enumerate(self._per_page)
+        ]
 
     def take_of(self, index: int, num_pages: int) -> PageIds:
         """`take` of one component."""

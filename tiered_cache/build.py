@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -24,6 +25,7 @@ from tiered_cache.pools.allocator import PageAllocator, RunAllocator
 from tiered_cache.pools.device import DevicePools
 from tiered_cache.pools.host import HostArena
 from tiered_cache.pools.memory import available_bytes
+from tiered_cache.pools.shares import Shares
 from tiered_cache.pools.spec import page_bytes, row_layout
 from tiered_cache.storage.record import FORMAT_VERSION, RecordFormat, fingerprint
 from tiered_cache.storage.registry import backend_names, install_hint, load_backend
@@ -32,6 +34,8 @@ from tiered_cache.strategies.registry import select_strategy
 from tiered_cache.transfer.cpu import CpuCopier
 from tiered_cache.transfer.cuda import CudaCopier
 from tiered_cache.tree.components.full import FullComponent
+from tiered_cache.tree.components.mamba import MambaComponent
+from tiered_cache.tree.components.swa import SWAComponent
 from tiered_cache.tree.radix import RadixTree
 from tiered_cache.types import Tier
 
@@ -45,8 +49,28 @@ if TYPE_CHECKING:
     from tiered_cache.tree.components.base import TreeComponent
     from tiered_cache.types import ComponentId
 
-COMPONENT_KINDS: Final[Mapping[str, Callable[[str], TreeComponent]]] = {"full": FullComponent}
-"""What a strategy's `ComponentSpec.kind` can be."""
+
+def _swa(spec: ComponentSpec) -> SWAComponent:
+    if spec.window is None:
+        raise ValueError("has no window")
+    return SWAComponent(spec.id, spec.window)
+
+
+COMPONENT_KINDS: Final[Mapping[str, Callable[[ComponentSpec], TreeComponent]]] = {
+    "full": lambda spec: FullComponent(spec.id),
+    "swa": _swa,
+    "mamba": lambda spec: MambaComponent(spec.id),
+}
+"""What a strategy's `ComponentSpec.kind` can be, and what becomes of it. `ValueError`: its other
+fields are not what the kind needs."""
+
+DEFAULT_RATIOS: Final[Mapping[str, Callable[[Fraction], Fraction]]] = {
+    "full": lambda _: Fraction(1),
+    "swa": lambda _: Fraction(1, 2),
+    "mamba": lambda equal: min(Fraction(1, 10), equal),
+}
+"""Ids of a component per page of the first one, where the configuration does not say. Given the
+ratio at which both take equally many bytes: one state can be as large as hundreds of pages."""
 
 MAX_PAGES: Final = int(np.iinfo(np.int32).max)
 """Page ids are int32 everywhere."""
@@ -72,6 +96,10 @@ class Sizing:
     def row_layout(self, component: ComponentId) -> RowLayout:
         """How a page of a component lies in the host tier; its stride is the bytes it takes."""
         return row_layout(self.stack.pools_of(component))
+
+    def is_per_page(self, part: ComponentSpec) -> bool:
+        """Whether an id of the component stands for a page of tokens, not for a single state."""
+        return COMPONENT_KINDS[part.kind](part).is_per_page
 
     @property
     def device_bytes(self) -> int:
@@ -133,7 +161,7 @@ def build(
             problems += error.problems
     if problems:
         raise ConfigError(problems)
-    components = tuple(COMPONENT_KINDS[part.kind](part.id) for part in sizing.stack.components)
+    components = tuple(COMPONENT_KINDS[part.kind](part) for part in sizing.stack.components)
     with _refused_memory(config, sizing, Tier.DEVICE):
         pools = DevicePools(sizing.stack.pools, sizing.num_pages, config.device.type, device_pools)
         allocators = tuple(
@@ -282,11 +310,12 @@ def _given(spec: ComponentSpec | PoolSpec) -> dict[str, Any]:
 def size_stack(config: Config) -> Sizing:
     """Which components and pools the model needs, and how many pages each tier's budget buys.
 
-    Bytes are shared so that all components get the same number of pages. On the host a page takes
-    a row, with its header room and padding.
+    Bytes are shared by ratio: how many ids a component has per page of the first one, at least 1.
+    On the host an id takes a row, with its header room and padding.
 
     Raises:
-        ConfigError: no strategy fits, or the budget holds not even one page.
+        ConfigError: no strategy fits, a ratio is for no component, or the budget holds not even
+            one page of the first component beside one id of each other.
     """
     try:
         stack = select_strategy(config.model).plan(config.model, config.page_size)
@@ -299,52 +328,96 @@ def size_stack(config: Config) -> Sizing:
     if device_page > MAX_BYTES:
         message = f"one page of {config.page_size:,} tokens takes {device_page:,} bytes"
         raise ConfigError([config.problem("model", message, f"the most is {MAX_BYTES_TEXT}")])
-    ids = [component.id for component in stack.components]
-    host_page = sum(row_layout(stack.pools_of(component)).stride for component in ids)
-    device = _num_pages(config.device, config.page_size, device_page)
-    host = _num_pages(config.host, config.page_size, host_page)
     problems = [
-        *_budget_problems(config, Tier.DEVICE, device, device_page),
-        *_budget_problems(config, Tier.HOST, host, host_page),
+        *_ratio_problems(config, Tier.DEVICE, stack),
+        *_ratio_problems(config, Tier.HOST, stack),
+    ]
+    if problems:
+        raise ConfigError(problems)
+    on_device, on_host = (shares(config, tier, stack) for tier in (Tier.DEVICE, Tier.HOST))
+    device = _num_pages(config.device, config.page_size, on_device)
+    host = _num_pages(config.host, config.page_size, on_host)
+    problems = [
+        *_budget_problems(config, Tier.DEVICE, device, on_device),
+        *_budget_problems(config, Tier.HOST, host, on_host),
     ]
     if problems:
         raise ConfigError(problems)
     return Sizing(
         stack,
         config.page_size,
-        num_pages=None if device is None else dict.fromkeys(ids, device),
-        host_pages=None if host is None else dict.fromkeys(ids, host),
+        num_pages=None if device is None else on_device.ids(device),
+        host_pages=None if host is None else on_host.ids(host),
     )
 
 
+def shares(config: Config, tier: Tier, stack: StackPlan) -> Shares:
+    """How the components share a tier: by the ratios of its section, else by default."""
+    id_bytes = {
+        part.id: page_bytes(stack.pools, part.id)
+        if tier is Tier.DEVICE
+        else row_layout(stack.pools_of(part.id)).stride
+        for part in stack.components
+    }
+    budget = config.device if tier is Tier.DEVICE else config.host
+    given = {} if budget is None else budget.ratio
+    first, *others = stack.components
+    ratios = {first.id: Fraction(1)}
+    for part in others:
+        equal = Fraction(id_bytes[first.id], id_bytes[part.id])
+        ratio = given.get(part.id)
+        # Through text: 0.1 is meant as a tenth, not as the binary fraction next to it.
+        ratios[part.id] = (
+            DEFAULT_RATIOS[part.kind](equal) if ratio is None else Fraction(str(ratio))
+        )
+    return Shares(id_bytes, ratios)
+
+
+def _ratio_problems(config: Config, tier: Tier, stack: StackPlan) -> Iterator[ConfigProblem]:
+    budget = config.device if tier is Tier.DEVICE else config.host
+    first, *others = (part.id for part in stack.components)
+    for name in () if budget is None else budget.ratio:
+        if name == first:
+            message, hint = "is what the others are counted by: its ratio is 1", "take it out"
+        elif name not in others:
+            message = "there is no such component"
+            hint = one_of(name, others) if others else f"{first} is the only one: take it out"
+        else:
+            continue
+        yield config.problem((tier.value, "ratio", name), message, hint)
+
+
 def _num_pages(
-    budget: DeviceConfig | HostConfig | None, page_size: int, page_bytes: int
+    budget: DeviceConfig | HostConfig | None, page_size: int, among: Shares
 ) -> int | None:
-    """What a tier's budget buys; None when there is none."""
+    """Pages of the first component that a tier's budget buys; None when there is none."""
     if budget is not None and budget.size is not None:
-        return budget.size // page_bytes
+        return among.num_pages(budget.size)
     if budget is not None and budget.tokens is not None:
         return budget.tokens // page_size
     return None
 
 
 def _budget_problems(
-    config: Config, tier: Tier, num_pages: int | None, page_bytes: int
+    config: Config, tier: Tier, num_pages: int | None, among: Shares
 ) -> Iterator[ConfigProblem]:
     if num_pages is None:
         return
     key = budget_key(config, tier)
+    num_bytes = among.num_bytes(num_pages)
     if num_pages < 1:
-        hint = f"one page of {config.page_size:,} tokens takes {page_bytes:,} bytes: write more"
+        others = " and ".join(list(among.id_bytes)[1:])
+        beside = f", with one id of {others} beside it," if others else ""
+        hint = f"one page of {config.page_size:,} tokens{beside} takes {num_bytes:,} bytes"
+        hint += ": write more"
         if key.endswith("tokens"):
             hint = f"write at least page_size ({config.page_size:,})"
         yield config.problem(key, "is too small for one page", hint)
-    elif num_pages > MAX_PAGES:
+    elif max(among.ids(num_pages).values()) > MAX_PAGES:
         most = f"at most {MAX_PAGES:,} pages can be told apart; raise page_size"
         yield config.problem(key, "is too large", most)
-    elif num_pages * page_bytes > MAX_BYTES:
-        message = f"comes to {num_pages * page_bytes:,} bytes"
-        yield config.problem(key, message, f"the most is {MAX_BYTES_TEXT}")
+    elif num_bytes > MAX_BYTES:
+        yield config.problem(key, f"comes to {num_bytes:,} bytes", f"the most is {MAX_BYTES_TEXT}")
 
 
 def budget_key(config: Config, tier: Tier) -> str:
@@ -358,7 +431,9 @@ def _stack_problems(config: Config, stack: StackPlan) -> Iterator[ConfigProblem]
     ids = [component.id for component in stack.components]
     names = [pool.name for pool in stack.pools]
     for name in sorted({name for name in names if names.count(name) > 1}):
-        yield config.problem("model.extra_pools", f"there are two pools {name!r}", "rename one")
+        is_state = name in {state.name for state in config.model.states}
+        key = "model.states" if is_state else "model.extra_pools"
+        yield config.problem(key, f"there are two pools {name!r}", "rename one")
     if not stack.components:
         yield config.problem(
             "model.strategy", "the strategy says that the model needs no component"
@@ -370,6 +445,11 @@ def _stack_problems(config: Config, stack: StackPlan) -> Iterator[ConfigProblem]
                 f"component {component.id!r} is of an unknown kind, {component.kind!r}",
                 f"the kinds are {', '.join(COMPONENT_KINDS)}",
             )
+        else:
+            try:
+                COMPONENT_KINDS[component.kind](component)
+            except ValueError as error:
+                yield config.problem("model.strategy", f"component {component.id!r}: {error}")
         if ids.count(component.id) > 1:
             yield config.problem("model.strategy", f"two components have the id {component.id!r}")
         if not stack.pools_of(component.id):
@@ -422,13 +502,13 @@ def memory_problems(
 
 
 def _what_fits(config: Config, sizing: Sizing, num_bytes: int) -> str:
-    page = sum(sizing.row_layout(part.id).stride for part in sizing.stack.components)
-    if num_bytes < page:
+    among = shares(config, Tier.HOST, sizing.stack)
+    if not (pages := among.num_pages(num_bytes)):
         less = "write less for the device, or " if config.device.type == "cpu" else ""
         return f"{less}take the host section out"
     if budget_key(config, Tier.HOST) == "host.tokens":
-        return f"write at most tokens: {num_bytes // page * config.page_size}"
-    return f"write at most size: {num_bytes // page * page}"
+        return f"write at most tokens: {pages * config.page_size}"
+    return f"write at most size: {among.num_bytes(pages)}"
 
 
 @contextmanager

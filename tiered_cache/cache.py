@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from tiered_cache.build import Parts
     from tiered_cache.engine import CacheRequest
+    from tiered_cache.lease_parts import StateCopy
     from tiered_cache.observe import Observer
     from tiered_cache.pins import Pin
     from tiered_cache.pools.device import DevicePools
@@ -185,6 +186,10 @@ class UnifiedRadixCache:
         """
         lease.check_fits()
         controller = self._controller
+        joint = controller.join(f"lease {lease.id}")
+        if joint is not None:
+            await lease.grant_on_all(joint, timeout, load_timeout)
+            return
         began = controller.now() if timeout is not None else 0.0
         left = timeout
         place = controller.admission.take_place() if controller.storage is not None else None
@@ -195,8 +200,6 @@ class UnifiedRadixCache:
                     await lease.prefetch(limit, left)  # storage → host
                     if timeout is not None:
                         left = max(0.0, timeout - (controller.now() - began))
-                if not controller.ranks.is_alone:
-                    limit = await lease.agree_on_reusable()
                 if not lease.admit_now(limit):  # match → hold
                     await lease.admit(limit, left, place)
                 if not lease.may_be_longer:
@@ -329,11 +332,13 @@ class UnifiedRadixCache:
 
         def is_enough(count: int) -> bool:
             victims = youngest_first[:count]
-            private = sum(lease.num_private_pages + lease.unspent for lease in victims)
             freed = tree.would_release([lease.receipt for lease in victims if lease.receipt])
+            for index in range(len(freed)):
+                freed[index] += sum(lease.own_ids(index) for lease in victims)
             return all(
-                sum(wanted[count:]) <= accounts.spare(index) + freed[index] + private
-                for index in range(len(freed))
+                sum(wanted[count:]) <= accounts.spare(index) + freed[index]
+                for index, component in enumerate(tree.components)
+                if component.is_per_page
             )
 
         # Each further victim frees more and wants nothing: what is enough stays enough.
@@ -560,6 +565,12 @@ class UnifiedRadixCache:
         return f"<UnifiedRadixCache {pools}{', closed' if self.closed else ''}>"
 
 
+def _copy_states(parts: Parts, copies: Sequence[StateCopy]) -> None:
+    """In a run's thread."""
+    for component, source, target in copies:
+        parts.pools.copy_page(parts.components[component].id, source, target)
+
+
 def _all_leases(leases: Sequence[Lease]) -> Sequence[Lease]:
     """What a caller gave as leases, if they are that."""
     for lease in leases:
@@ -654,6 +665,7 @@ class Opening:
                 ranks=self._ranks,
                 max_pinned=self._config.device.max_pinned,
                 stream=self._stream,
+                copy_states=partial(_copy_states, parts),
             )
             storage = parts.storage
             if storage is not None and self._storage_backend is not None:

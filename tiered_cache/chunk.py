@@ -48,6 +48,12 @@ class Chunk:
         none)."""
         return self.lease.page_tables(self.stop)
 
+    @property
+    def state_slots(self) -> Mapping[str, int]:
+        """Per component of states, the slot with the state at `start`, which becomes the one at
+        `stop`; while the chunk is being run."""
+        return self.lease.state_slots
+
     def slots(
         self, component: str = "full", start: int = 0, stop: int | None = None
     ) -> npt.NDArray[np.int64]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import os
 import threading
 import weakref
@@ -30,12 +31,14 @@ from tiered_cache.layers import LayerWaits
 from tiered_cache.lent import LentPages
 from tiered_cache.observe import Event, EventKind, Observers
 from tiered_cache.pins import Pins
+from tiered_cache.ranks import UNLIMITED, Operation
 from tiered_cache.runs import Runs
 from tiered_cache.stats import CacheStats, Counters
 from tiered_cache.storage_io import ThreadContext, num_spare_cores
 from tiered_cache.storage_tier import StorageTier, Surroundings
 from tiered_cache.transfer.mover import Mover
 from tiered_cache.transfers import Transfers
+from tiered_cache.tree.node import BASE
 from tiered_cache.types import Outstanding, Tier
 from tiered_cache.write_policies import (
     STORE_BYTES,
@@ -56,6 +59,7 @@ if TYPE_CHECKING:
     from tiered_cache.chunk import Chunk
     from tiered_cache.fences import Fence
     from tiered_cache.lease import Lease
+    from tiered_cache.lease_parts import StateCopy
     from tiered_cache.pools.allocator import PageAllocator
     from tiered_cache.pools.host import HostArena
     from tiered_cache.ranks import Ranks
@@ -133,6 +137,7 @@ class HybridCacheController:
         ranks: whom to agree with.
         max_pinned: how much of the device pins may hold, from 0 to 1.
         stream: on which the models compute, if they go on after a run has returned.
+        copy_states: copies states of the device, in a run's thread.
     """
 
     def __init__(
@@ -147,9 +152,12 @@ class HybridCacheController:
         ranks: Ranks,
         max_pinned: float = 0.25,
         stream: torch.cuda.Stream | None = None,
+        copy_states: Callable[[Sequence[StateCopy]], None] | None = None,
     ) -> None:
         self.tree = tree
         self.page_size = tree.page_size
+        self.grid = math.lcm(*[component.grid for component in tree.components])
+        self.sparse = [part for part in tree.components if part.has_tombstones]
         self.enabled = enabled
         self.closed = False
         self.epoch = tree.epoch
@@ -181,6 +189,9 @@ class HybridCacheController:
         self._host = host
         self._executors = executors
         self._lease_ids = itertools.count(1)
+        self._prefetch_numbers = itertools.count(1)
+        # What rank 0 is admitting on all ranks: one after the other, so they have one order.
+        self.turn: Operation | None = None
         # Open leases are held weakly, so that a forgotten one is noticed. Closed ones that a run
         # still touches and forgotten ones are held until their pages have gone home.
         self._leases: dict[int, weakref.ref[Lease]] = {}
@@ -196,6 +207,7 @@ class HybridCacheController:
             self.counters,
             self._given_up,
             self._run_ended,
+            copy_states,
         )
         self.loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
@@ -280,7 +292,7 @@ class HybridCacheController:
             ThreadContext(io, threads, self._given_up, num_busy),
             self.observers,
             self._supervisor.spawn,
-            self._agree_on_prefetch,
+            self.join,
             self.calmed,
         )
         tier = StorageTier(parts, around)
@@ -314,11 +326,6 @@ class HybridCacheController:
     def _gone(self, tier: StorageTier) -> None:
         self._detached.remove(tier)
         self.calmed()
-
-    async def _agree_on_prefetch(self, tag: str, num_tokens: int) -> int:
-        if self.ranks.is_alone:
-            return num_tokens
-        return await self.agree(tag, num_tokens, num_tokens)
 
     def _note_backup(self, boundary: Boundary) -> None:
         """A prefix was used, or has come to the host."""
@@ -393,26 +400,37 @@ class HybridCacheController:
 
     # --- capacity ---------------------------------------------------------------------------------
 
-    def check_fits(self, num_pages: int, num_tokens: int) -> None:
-        """Raise `CapacityError` for what the device tier could never hold."""
-        for index, allocator in enumerate(self.accounts.allocators):
-            if num_pages > allocator.capacity:
-                most = allocator.capacity * self.page_size
-                message = (
-                    f"prompt and reserve are {num_tokens} tokens, the device tier holds {most}: "
-                    "ask for less, or give it more"
-                )
-                raise self._capacity_error(message, index, num_pages)
+    def check_fits(self, index: int, num_ids: int, num_tokens: int) -> None:
+        """Raise `CapacityError` for what the device tier could never hold of a component."""
+        capacity = self.accounts.allocators[index].capacity
+        if num_ids > capacity:
+            most = f"holds {capacity * self.page_size}"
+            if index != BASE:
+                most = f"has {capacity} of the {num_ids} pages of its own that they need"
+            message = (
+                f"prompt and reserve are {num_tokens} tokens, the device tier {most}: "
+                "ask for less, or give it more"
+            )
+            raise self._capacity_error(message, index, num_ids)
 
     def check_spare(self, num_pages: int) -> None:
         """Raise `CapacityError` unless so many pages of every component can be taken, or held,
         beyond what is promised."""
-        self.check_spare_of([num_pages] * len(self.accounts.allocators))
+        components = self.tree.components
+        self.check_spare_of([num_pages if part.is_per_page else 0 for part in components])
+
+    def check_spare_of_base(self, num_pages: int) -> None:
+        """`check_spare` of the first component alone."""
+        self.check_spare_of([num_pages])
+
+    def check_spare_of_one(self, index: int, num_ids: int) -> None:
+        """`check_spare` of one component."""
+        self.check_spare_of([0] * index + [max(0, num_ids)])
 
     def check_spare_of(self, pages: Sequence[int]) -> None:
         """`check_spare`, with a number per component."""
         for index, num_pages in enumerate(pages):
-            if num_pages > self.accounts.spare(index):
+            if num_pages > 0 and num_pages > self.accounts.spare(index):
                 holders = tuple(repr(lease) for lease in self.all_leases())
                 raise self._capacity_error("no room beyond the reserve", index, num_pages, holders)
 
@@ -583,12 +601,28 @@ class HybridCacheController:
             self.reset()
         self.fences.lift(fence)
 
-    async def agree(self, tag: str, limit: int, reach: int) -> int:
-        """How much of `limit` tokens every rank can offer, of which this one can offer `reach`."""
-        offers = range(0, reach + 1, self.page_size)
-        agreed = await self.ranks.agree(tag, offers)
-        self.check()
-        return min(limit, max(agreed, default=0))
+    # --- other ranks ------------------------------------------------------------------------------
+
+    def join(self, name: str | None = None, num_questions: int = UNLIMITED) -> Operation | None:
+        """What is done together with the other ranks, if there are any. Without a name it is known
+        by the order of asking."""
+        if self.ranks.is_alone:
+            return None
+        if name is None:
+            name = f"prefetch {next(self._prefetch_numbers)}"
+        return Operation(
+            self.ranks,
+            name,
+            self._supervisor.spawn,
+            num_questions=num_questions,
+            on_end=self.end_turn,
+        )
+
+    def end_turn(self, operation: Operation) -> None:
+        """Its lease is admitted on all ranks, or on none."""
+        if self.turn is operation:
+            self.turn = None
+            self.admission.look_again()
 
     # --- life cycle -------------------------------------------------------------------------------
 

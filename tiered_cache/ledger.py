@@ -114,7 +114,7 @@ def check(controller: HybridCacheController) -> None:
     leases = controller.current_leases()
     snapshot = stats(controller)
     for index, (name, pool) in enumerate(snapshot.pools.items()):
-        promised = sum(lease.unspent for lease in leases)
+        promised = sum(lease.unspent_of(index) for lease in leases)
         if pool.unspent != promised:
             faults.append(f"{name}: {pool.unspent} pages are promised, leases say {promised}")
         if pool.free + pool.evictable < pool.unspent:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tiered_cache.errors import StaleError
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from tiered_cache.chunk import Chunk
     from tiered_cache.claims import Claims
     from tiered_cache.lease import Lease
+    from tiered_cache.lease_parts import StateCopy
     from tiered_cache.stats import Counters
 
 T = TypeVar("T")
@@ -27,11 +29,12 @@ T = TypeVar("T")
 class Run:
     """A run under way: waiting for the one before it, queued, or active."""
 
-    __slots__ = ("ended", "job", "leases")
+    __slots__ = ("ended", "is_prepared", "job", "leases")
 
     def __init__(self, leases: Sequence[Lease]) -> None:
         self.leases = leases
         self.ended = asyncio.Event()
+        self.is_prepared = False
         self.job: concurrent.futures.Future[Any] | None = None
 
 
@@ -43,6 +46,7 @@ class Runs:
         claims: what others wait for instead of computing it, too (None: nobody does).
         given_up: done when the cache is closed and waits no longer.
         ended: called when a run has ended.
+        copy_states: copies states of the device; called in a run's thread, before it.
     """
 
     def __init__(
@@ -52,12 +56,14 @@ class Runs:
         counters: Counters,
         given_up: asyncio.Future[None],
         ended: Callable[[], None],
+        copy_states: Callable[[Sequence[StateCopy]], None] | None = None,
     ) -> None:
         self._executor = executor
         self._claims = claims
         self._counters = counters
         self._given_up = given_up
         self._ended = ended
+        self._copy_states = copy_states
         self._loop = asyncio.get_running_loop()
         self._runs: list[Run] = []
 
@@ -93,6 +99,10 @@ class Runs:
                 await other.ended.wait()
             if ahead:
                 self._check_still_follows(leases, chunks)
+            run.is_prepared = True
+            copies = [copy for lease in leases for copy in lease.prepare_run(chunks)]
+            if copies:
+                fn = partial(self._after_copies, copies, fn)
             job = submit(self._executor, fn, *args)
             run.job = job
             result = await run_to_end(job, self._given_up)
@@ -112,10 +122,18 @@ class Runs:
                 run.job.add_done_callback(lambda _: self._end_later(run, chunks))
         return result
 
+    def _after_copies(self, copies: Sequence[StateCopy], fn: Callable[..., T], *args: Any) -> T:
+        assert self._copy_states is not None, "a model with states brings it"
+        self._copy_states(copies)
+        return fn(*args)
+
     def _end_run(self, run: Run, chunks: Sequence[Chunk], is_computed: bool) -> None:
         self._runs.remove(run)
+        touched = None
+        if run.is_prepared:
+            touched = run.job is not None and not run.job.cancelled()
         for lease in run.leases:
-            lease.end_run(chunks, computed=is_computed)
+            lease.end_run(chunks, computed=is_computed, touched=touched)
         run.ended.set()
         self._ended()
 

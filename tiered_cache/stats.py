@@ -50,6 +50,8 @@ class Counters:
     tokens_dropped: int = 0
     pages_evicted: int = 0
     pages_evicted_host: int = 0
+    states_skipped: int = 0
+    """States that could not be kept, because no slot was free."""
     pages_duplicate: int = 0
     chunks: int = 0
     chunk_waits: int = 0

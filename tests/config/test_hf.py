@@ -72,15 +72,21 @@ def test_the_text_part_of_a_multimodal_config_counts() -> None:
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
-        ({"sliding_window": 4096}, "sliding-window attention is not supported yet"),
+        ({"sliding_window": 4096}, "no layer has full attention.*works as full_attention"),
         ({"attention_chunk_size": 8192}, "chunked attention is not supported yet"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "type sliding_attention"),
-        ({"layer_types": ["linear_attention", "full_attention"]}, "type linear_attention"),
-        ({"layer_types": ["hybrid", "hybrid"]}, "type hybrid"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "type chunked_attention"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window: is required"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "states: is required"),
+        ({"layer_types": ["linear_attention"] * 2}, "no layer has full attention"),
+        (
+            {"layer_types": ["mlp", "full_attention", "none"]},
+            "names 3 layers, where num_layers is 2",
+        ),
         ({"layer_types": ["indexed_attention"]}, "type indexed_attention"),
         ({"index_topk": 2048}, "sparse-attention indexer"),
         ({"state_size": 16}, "Mamba"),
-        ({"num_kv_shared_layers": 15}, "share another layer's KV"),
+        ({"num_kv_shared_layers": 15}, "no layer has full attention"),
+        ({"swa_head_dim": 64}, "sliding layers with other heads"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
     ],
 )
@@ -117,18 +123,67 @@ def test_numbers_that_no_model_has_are_named(change: dict[str, Any], key: str) -
     assert key in {problem.key for problem in caught.value.problems}
 
 
+def test_windows_and_the_layers_that_have_them() -> None:
+    """As the config names them; of layers that use another layer's KV nothing is kept."""
+    layers = ["sliding_attention", "full_attention"] * 3
+    given = {**LLAMA, "num_hidden_layers": 6, "layer_types": layers, "sliding_window": 512}
+    model = model_from_hf(SimpleNamespace(**given))
+    assert (model.layers_with("full"), model.windows) == ((1, 3, 5), {512: (0, 2, 4)})
+    model = model_from_hf(SimpleNamespace(**given, num_kv_shared_layers=3))
+    assert (model.layers_with("full"), model.windows) == ((1,), {512: (0, 2)})
+
+
+def test_layers_with_windows_of_their_own() -> None:
+    """A config that differs from layer to layer is asked layer by layer."""
+    layers = ["sliding_attention", "full_attention", "sliding_attention"]
+    windows = [SimpleNamespace(sliding_window=window) for window in (64, None, 128)]
+    config = SimpleNamespace(
+        **{**LLAMA, "num_hidden_layers": 3},
+        layer_types=layers,
+        is_heterogeneous=True,
+        per_layer_config=windows,
+    )
+    assert model_from_hf(config).windows == {128: (2,), 64: (0,)}
+
+
+def test_words_of_single_models_for_layers() -> None:
+    """Attention, Mamba, MLPs by the names that older configs have."""
+    config = SimpleNamespace(
+        **{**LLAMA, "num_hidden_layers": 4},
+        layer_types=["mamba", "moe", "attention", "mlp"],
+        mamba_expand=2,
+        mamba_d_state=16,
+        mamba_d_conv=4,
+    )
+    model = model_from_hf(config)
+    assert (model.layers_with("recurrent"), model.layers_with("full")) == ((0,), (2,))
+    assert [(state.row_shape, state.dtype) for state in model.states] == [
+        ((128, 4), "bfloat16"),
+        ((128, 16), "float32"),
+    ]
+
+
 REAL = [
     ("LlamaConfig", {}, None),
     ("Qwen3Config", {}, None),
     ("DeepseekV3Config", {}, None),
-    ("MistralConfig", {}, "sliding-window"),
-    ("Gemma2Config", {}, "sliding_attention"),
-    ("GptOssConfig", {}, "sliding_attention"),
+    ("MistralConfig", {}, "no layer has full attention"),
+    ("Gemma2Config", {}, None),
+    ("Gemma3TextConfig", {}, None),
+    ("Gemma3nTextConfig", {}, None),
+    ("Gemma4TextConfig", {}, "differ in head_dim"),
+    ("GptOssConfig", {}, None),
+    ("MiMoV2FlashConfig", {}, "twice the KV heads"),
     ("Llama4TextConfig", {}, "chunked_attention"),
-    ("Qwen3NextConfig", {}, "linear_attention"),
-    ("BambaConfig", {}, "linear_attention"),
-    ("FalconH1Config", {}, "hybrid"),
-    ("Mamba2Config", {}, "linear_attention"),
+    ("Qwen3NextConfig", {}, None),
+    ("KimiLinearConfig", {}, None),
+    ("BambaConfig", {}, "no layer has full attention"),
+    ("BambaConfig", {"attn_layer_indices": [9, 18, 27]}, None),
+    ("FalconH1Config", {}, None),
+    ("NemotronHConfig", {}, None),
+    ("JambaConfig", {}, None),
+    ("Mamba2Config", {}, "no layer has full attention"),
+    ("MiniMaxConfig", {}, "states: is required"),
     ("DeepseekV32Config", {}, "indexed_attention"),
     ("T5Config", {}, "encoder-decoder"),
 ]

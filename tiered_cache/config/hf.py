@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import ValidationError
 
+from tiered_cache.config.hf_states import layer_states
 from tiered_cache.config.marks import Mark, Marks
 from tiered_cache.config.problems import problems_of
-from tiered_cache.config.schema import ModelConfig
+from tiered_cache.config.schema import LAYER_TYPE_ALIASES, LAYER_TYPES, ModelConfig
 from tiered_cache.errors import ConfigError, ConfigProblem
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 
 def model_from_hf(
@@ -24,7 +25,8 @@ def model_from_hf(
         hf_config: anything with the attributes of a `PreTrainedConfig`; of a multimodal one, the
             text part is taken.
         id, revision: default: what the config object remembers of where it came from.
-        dtype: of the attention state, a name or a torch dtype; default: the config object's.
+        dtype: of the attention state and the convolutions', a name or a torch dtype; default: the
+            config object's. Recurrent states are float32, as transformers keeps them.
 
     Raises:
         ConfigError: the model keeps state that no strategy handles yet, or a number is missing.
@@ -36,14 +38,16 @@ def model_from_hf(
         raise ConfigError(
             [ConfigProblem(refusal, "model", file=_hf_name(text)) for refusal in refusals]
         )
+    dtype_name = _dtype_name(
+        dtype or getattr(text, "dtype", None) or getattr(hf_config, "dtype", None)
+    )
     settings: dict[str, Any] = {
         "id": id or getattr(hf_config, "_name_or_path", None) or None,
         "revision": revision or getattr(hf_config, "_commit_hash", None),
-        "dtype": _dtype_name(
-            dtype or getattr(text, "dtype", None) or getattr(hf_config, "dtype", None)
-        ),
+        "dtype": dtype_name,
         "num_layers": getattr(text, "num_hidden_layers", None),
         **(_latent_shape(text) if _is_latent(text) else _heads_shape(text)),
+        **_layers(text, dtype_name),
     }
     given = {key: value for key, value in settings.items() if value is not None}
     try:
@@ -58,25 +62,43 @@ def _hf_name(text: Any) -> str:
 
 
 def _unsupported(text: Any) -> Iterator[str]:
-    """State that a plain stack of full-attention layers does not have, in words."""
+    """State that no strategy here keeps, in words."""
     if getattr(text, "is_encoder_decoder", False):
         yield "encoder-decoder models are not supported"
-    if getattr(text, "num_kv_shared_layers", None):
-        yield "layers that share another layer's KV are not supported yet"
+    for key in UNIFORM:
+        try:
+            getattr(text, key, None)
+        except RuntimeError:  # transformers' word for a number that is not the same on all layers
+            yield f"layers that differ in {key} are not supported yet"
+    if any(getattr(text, key, None) is not None for key in OF_SLIDING):
+        yield "sliding layers with other heads than the rest are not supported yet"
+    if (words := UNTOLD.get(str(getattr(text, "model_type", None)))) is not None:
+        yield f"{words}: not supported yet"
     kinds = getattr(text, "layer_types", None)
     if kinds is not None and not _is_list_of_text(kinds):
         yield "layer_types must be a list of text"
     elif kinds is not None:
-        for kind in sorted(set(kinds) - {"full_attention"}):
-            yield f"layers of type {kind} are not supported yet: full attention only"
-    elif getattr(text, "sliding_window", None) is not None:
-        yield "sliding-window attention is not supported yet: full attention only"
+        for kind in sorted(set(kinds) - set(LAYER_TYPES) - set(LAYER_TYPE_ALIASES)):
+            yield f"layers of type {kind} are not supported yet"
     elif getattr(text, "attention_chunk_size", None) is not None:
-        yield "chunked attention is not supported yet: full attention only"
+        yield "chunked attention is not supported yet"
     for telltale, words in TELLTALES.items():
         if getattr(text, telltale, None) is not None and kinds is None:
-            yield f"{words} is not supported yet: full attention only"
+            yield f"{words} is not supported yet where the config has no layer_types"
 
+
+UNIFORM: Final = (
+    *("num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim", "v_head_dim"),
+    *("kv_lora_rank", "qk_rope_head_dim"),
+)
+"""What pools take to be the same on all layers."""
+
+OF_SLIDING: Final = ("swa_num_key_value_heads", "swa_head_dim")
+
+UNTOLD: Final = {
+    "mimo_v2_flash": "sliding layers have twice the KV heads, which the config does not say"
+}
+"""By model type, what no attribute gives away."""
 
 TELLTALES: Final = {
     "index_topk": "a sparse-attention indexer",
@@ -91,6 +113,42 @@ TELLTALES: Final = {
 
 def _is_list_of_text(value: object) -> bool:
     return isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
+
+
+def _layers(text: Any, dtype: str | None) -> dict[str, Any]:
+    """What each layer keeps; nothing is said where that is full attention everywhere."""
+    types = _layer_types(text)
+    if not set(types) - {"full_attention"}:
+        return {}
+    kinds = [kind for name in types for kind in LAYER_TYPES[name]]
+    return {
+        "layer_types": types,
+        "sliding_window": _windows(text, types) if "window" in kinds else None,
+        "states": layer_states(text, dtype) if "recurrent" in kinds else None,
+    }
+
+
+def _layer_types(text: Any) -> list[str]:
+    num_layers = getattr(text, "num_hidden_layers", None)
+    kinds: Sequence[str] | None = getattr(text, "layer_types", None)
+    if kinds is None:
+        window = getattr(text, "sliding_window", None)
+        kind = "full_attention" if window is None else "sliding_attention"
+        kinds = [kind] * (num_layers if isinstance(num_layers, int) and num_layers < 10**6 else 1)
+    types = [LAYER_TYPE_ALIASES.get(kind, kind) for kind in kinds]
+    shared = getattr(text, "num_kv_shared_layers", None)
+    if isinstance(shared, int) and shared > 0:  # the last ones use the KV of layers before them
+        types[-shared:] = ["none"] * min(shared, len(types))
+    return types
+
+
+def _windows(text: Any, types: Sequence[str]) -> int | list[int] | None:
+    """One window, or one for each layer that has one where these differ."""
+    if not getattr(text, "is_heterogeneous", False):
+        window: int | None = getattr(text, "sliding_window", None)
+        return window
+    layers = [at for at, name in enumerate(types) if "window" in LAYER_TYPES[name]]
+    return [text.per_layer_config[at].sliding_window for at in layers]
 
 
 def _is_latent(text: Any) -> bool:

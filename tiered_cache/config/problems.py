@@ -23,6 +23,7 @@ from tiered_cache.config.schema import (
     DeviceConfig,
     ExtraPool,
     HostConfig,
+    LayerState,
     ModelConfig,
     PrefetchConfig,
     StorageConfig,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 SECTIONS: Final[dict[str, type[BaseModel]]] = {
     "": Config,
     "model": ModelConfig,
+    "model.states": LayerState,
     "model.extra_pools": ExtraPool,
     "device": DeviceConfig,
     "host": HostConfig,

@@ -30,15 +30,17 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
-from tiered_cache.config.marks import Marks, parse_path
+from tiered_cache.config.marks import KeyPath, Marks, dotted, parse_path
 from tiered_cache.errors import ConfigProblem
 
 Dtype = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8"]
 EvictionPolicyName = Literal["lru", "lfu", "fifo", "mru", "filo", "priority", "slru"]
 WritePolicyName = Literal["write_through", "write_through_selective", "write_back"]
 PrefetchPolicyName = Literal["best_effort", "wait_complete", "timeout"]
+StateKind = Literal["full", "window", "recurrent"]
+"""What a layer keeps: of all tokens, of the last ones, or one state for all of them together."""
 
-BUILT_IN_STRATEGIES: Final = ("plain",)
+BUILT_IN_STRATEGIES: Final = ("plain", "swa", "mamba", "mamba_swa")
 known_strategies: Final[set[str]] = set(BUILT_IN_STRATEGIES)
 """Names that `model.strategy` may take. The registry of strategies, a floor above, adds to them,
 so that a misspelt name is reported together with all other mistakes of a file.
@@ -68,6 +70,27 @@ MAX_LAYERS: Final = 1_000
 MAX_THREADS: Final = 1_024
 MAX_SECONDS: Final = 86_400
 MAX_FAILURES: Final = 1_000_000
+MAX_RATIO: Final = 1_000
+
+LAYER_TYPES: Final[Mapping[str, tuple[StateKind, ...]]] = {
+    "full_attention": ("full",),
+    "sliding_attention": ("window",),
+    "linear_attention": ("recurrent",),
+    "hybrid": ("full", "recurrent"),
+    "hybrid_sliding": ("window", "recurrent"),
+    "none": (),
+}
+"""What `model.layer_types` may say of a layer, in the words of Hugging Face configs, with the state
+that it keeps."""
+
+LAYER_TYPE_ALIASES: Final = {
+    "attention": "full_attention",
+    "mamba": "linear_attention",
+    "conv": "linear_attention",
+    "mlp": "none",
+    "moe": "none",
+}
+"""Words of single models for the same."""
 
 DTYPE_ALIASES: Final = {
     "fp32": "float32",
@@ -164,7 +187,7 @@ def _size_hint(text: str) -> str:
     return f"write {match[1]}{prefix}iB or {match[1]}{decimal}B"
 
 
-def _not_empty(value: tuple[int, ...]) -> tuple[int, ...]:
+def _not_empty(value: tuple[Any, ...]) -> tuple[Any, ...]:
     if not value:
         raise PydanticCustomError("empty", "must not be empty")
     return value
@@ -173,6 +196,15 @@ def _not_empty(value: tuple[int, ...]) -> tuple[int, ...]:
 def _few(value: tuple[int, ...]) -> tuple[int, ...]:
     if len(value) > MAX_DIMS:
         raise PydanticCustomError("long", f"must have {MAX_DIMS} dimensions or fewer")
+    return value
+
+
+def _as_list(value: object) -> object:
+    """One number as a list of one."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return (value,)
+    if not isinstance(value, list | tuple):
+        raise PydanticCustomError("window", "must be a whole number, or a list of them")
     return value
 
 
@@ -196,12 +228,26 @@ Seconds = Annotated[
 PositiveSeconds = Annotated[
     float, Field(gt=0, le=MAX_SECONDS, allow_inf_nan=False), BeforeValidator(_in_floats_range)
 ]
+Ratio = Annotated[
+    float, Field(gt=0, le=MAX_RATIO, allow_inf_nan=False), BeforeValidator(_in_floats_range)
+]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), BeforeValidator(_in_floats_range)]
 # Not strict: a YAML list is no Python tuple. The items are strict all the same.
 Layers = Annotated[tuple[LayerNumber, ...], Field(strict=False), AfterValidator(_not_empty)]
 Shape = Annotated[
     tuple[Dim, ...], Field(strict=False), AfterValidator(_not_empty), AfterValidator(_few)
 ]
+
+LayerTypes = Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_not_empty)]
+Windows = Annotated[
+    tuple[Annotated[int, Field(ge=1, le=MAX_TOKENS)], ...],
+    Field(strict=False),
+    BeforeValidator(_as_list),
+    AfterValidator(_not_empty),
+]
+Sharding = Literal["per_rank", "replicated"]
+Ratios = dict[str, Ratio]
+POOL_NAME: Final = r"^[A-Za-z_][A-Za-z0-9_.]*$"
 
 
 class ExtraPool(Section):
@@ -212,13 +258,13 @@ class ExtraPool(Section):
     compressed state; divides `page_size`.
     """
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.]*$")]
+    name: Annotated[str, Field(pattern=POOL_NAME)]
     num_layers: NumLayers | None = None
     layers: Layers | None = None
     row_shape: Shape
     dtype: Dtype
     tokens_per_row: PageSize = 1
-    sharding: Literal["per_rank", "replicated"] = "per_rank"
+    sharding: Sharding = "per_rank"
 
     @classmethod
     def cross_check(cls, given: Mapping[str, Any]) -> Iterator[CrossProblem]:
@@ -235,12 +281,25 @@ class ExtraPool(Section):
             yield CrossProblem("layers", "names a layer twice", "name each layer once")
 
 
+class LayerState(Section):
+    """One of the states that a linear (recurrent) layer keeps: one row for all tokens so far.
+
+    `row_shape`: elements of it in one layer, on this rank: of a convolution `[channels, kernel]`,
+    of Mamba2 `[heads, head_dim, state_size]`, say. Every linear layer has all the states.
+    """
+
+    name: Annotated[str, Field(pattern=POOL_NAME)]
+    row_shape: Shape
+    dtype: Dtype
+    sharding: Sharding = "per_rank"
+
+
 class ModelConfig(Section):
     """What the cache must know of a model. Sizes are per rank: `num_kv_heads` is one rank's share.
 
     Either the keys of multi-head or grouped-query attention (`num_kv_heads`, `head_dim`, and
     `v_head_dim` where values have another size), or those of latent attention (`kv_lora_rank`,
-    `qk_rope_head_dim`).
+    `qk_rope_head_dim`). They are those of full and of sliding attention alike.
     """
 
     dtype: Dtype
@@ -254,6 +313,13 @@ class ModelConfig(Section):
     v_head_dim: Dim | None = None
     kv_lora_rank: Dim | None = None
     qk_rope_head_dim: Dim | None = None
+    layer_types: LayerTypes | None = None
+    """Of each layer, which state it keeps (`LAYER_TYPES`); None: full attention on all."""
+    sliding_window: Windows | None = None
+    """Tokens that layers with sliding attention see, the current one included: one number for all,
+    or a list with one for each of these layers."""
+    states: Annotated[tuple[LayerState, ...], Field(strict=False)] = ()
+    """What each linear layer keeps."""
     extra_pools: Annotated[tuple[ExtraPool, ...], Field(strict=False)] = ()
 
     HEADS: ClassVar = ("num_kv_heads", "head_dim")
@@ -263,6 +329,34 @@ class ModelConfig(Section):
     def is_latent(self) -> bool:
         """Latent attention (MLA): one compressed vector per token instead of keys and values."""
         return self.kv_lora_rank is not None
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether the keys of either kind of attention are there."""
+        return self.is_latent or (self.num_kv_heads is not None and self.head_dim is not None)
+
+    @property
+    def state_kinds(self) -> frozenset[StateKind]:
+        """All that some layer keeps."""
+        types = self.layer_types or ("full_attention",)
+        return frozenset(kind for name in types for kind in LAYER_TYPES.get(name, ()))
+
+    def layers_with(self, kind: StateKind) -> tuple[int, ...]:
+        """Numbers of the layers that keep this kind of state."""
+        types = self.layer_types or ("full_attention",) * self.num_layers
+        return tuple(at for at, name in enumerate(types) if kind in LAYER_TYPES.get(name, ()))
+
+    @property
+    def windows(self) -> dict[int, tuple[int, ...]]:
+        """The layers that see each window, in tokens, the largest first."""
+        layers, given = self.layers_with("window"), self.sliding_window
+        if given is None:
+            return {}
+        of_layer = given * len(layers) if len(given) == 1 else given
+        return {
+            window: tuple(at for at, its in zip(layers, of_layer, strict=True) if its == window)
+            for window in sorted(set(of_layer), reverse=True)
+        }
 
     @field_validator("strategy")
     @classmethod
@@ -277,6 +371,8 @@ class ModelConfig(Section):
 
     @classmethod
     def cross_check(cls, given: Mapping[str, Any]) -> Iterator[CrossProblem]:
+        users = known_strategies.difference(BUILT_IN_STRATEGIES)
+        is_built_in = given.get("strategy") not in sorted(users)
         heads = [key for key in (*cls.HEADS, "v_head_dim") if key in given]
         latent = [key for key in cls.LATENT if key in given]
         if latent and heads:
@@ -286,17 +382,76 @@ class ModelConfig(Section):
                 "latent attention keeps one vector per token: take "
                 f"{', '.join(heads)} out (or, for heads, {', '.join(latent)})",
             )
-        elif given.get("strategy") not in sorted(known_strategies.difference(BUILT_IN_STRATEGIES)):
+        elif is_built_in:
             needed = cls.LATENT if latent else cls.HEADS
             for key in needed:
                 if key not in given:
                     also = "" if latent or heads else f", or {' and '.join(cls.LATENT)} for MLA"
                     yield CrossProblem(key, "is required", f"write {' and '.join(needed)}{also}")
-        pools = _mappings(given.get("extra_pools"))
-        names = [pool["name"] for pool in pools if isinstance(pool.get("name"), str)]
-        for index, name in enumerate(names):
-            if name in names[:index]:
-                yield CrossProblem("extra_pools", "two pools have the same name", "rename one")
+        if is_built_in:
+            yield from _layer_problems(given)
+        names: list[str] = []
+        for key in ("states", "extra_pools"):
+            for pool in _mappings(given.get(key)):
+                if isinstance(name := pool.get("name"), str):
+                    if name in names:
+                        yield CrossProblem(key, "two pools have the same name", "rename one")
+                    names.append(name)
+
+
+def _layer_problems(given: Mapping[str, Any]) -> Iterator[CrossProblem]:
+    """What the kinds of layers and the keys that describe them say against each other."""
+    types = given.get("layer_types", ["full_attention"])
+    if not isinstance(types, list | tuple) or not all(isinstance(name, str) for name in types):
+        return  # the schema says so
+    unknown = {name: at for at, name in reversed([*enumerate(types)]) if name not in LAYER_TYPES}
+    for name, at in unknown.items():
+        suggestion = (
+            f"{one_of(name, LAYER_TYPES)}; or bring a strategy with register_stack_strategy"
+        )
+        yield CrossProblem(f"layer_types[{at}]", "no strategy knows such a layer", suggestion)
+    num_layers = given.get("num_layers")
+    if "layer_types" in given and _is_count(num_layers) and 0 < len(types) != num_layers:
+        yield CrossProblem(
+            "layer_types",
+            f"names {len(types):,} layers, where num_layers is {num_layers:,}",
+            "name each layer once, in their order",
+        )
+    if unknown or not types:
+        return
+    kinds = [kind for name in types for kind in LAYER_TYPES[name]]
+    if "full" not in kinds:
+        yield CrossProblem(
+            "layer_types",
+            "no layer has full attention: such a model is not supported yet",
+            "a model with windows alone works as full_attention, with more memory"
+            if "window" in kinds
+            else None,
+        )
+    for key, kind, layers, example in (
+        ("sliding_window", "window", "sliding_attention", "sliding_window: 4096"),
+        ("states", "recurrent", "linear_attention", STATES_EXAMPLE),
+    ):
+        is_given = key in given and given[key] not in ([], ())
+        if kind in kinds and not is_given:
+            yield CrossProblem(key, f"is required beside {layers} layers", f"write {example}")
+        elif kind not in kinds and is_given:
+            yield CrossProblem(
+                key,
+                f"means nothing: no layer has {layers}",
+                f"name the layers that have it in layer_types, or take {key} out",
+            )
+    windows, num_sliding = given.get("sliding_window"), kinds.count("window")
+    few = num_sliding and isinstance(windows, list | tuple) and len(windows)
+    if few and few not in (1, num_sliding):
+        yield CrossProblem(
+            "sliding_window",
+            f"has {few:,} numbers for {num_sliding:,} layers",
+            "write one number for all, or one for each layer with sliding attention",
+        )
+
+
+STATES_EXAMPLE: Final = "states: [{name: conv, row_shape: [8192, 4], dtype: bfloat16}]"
 
 
 class DeviceConfig(Section):
@@ -306,6 +461,8 @@ class DeviceConfig(Section):
     size: SizeBytes | None = None
     """Bytes for all pools together."""
     tokens: Tokens | None = None
+    ratio: Ratios = Field(default_factory=dict)
+    """Of each component but the first: how many ids it has per page of the first."""
     eviction_policy: EvictionPolicyName = "lru"
     max_pinned: Share = 0.25
     """How much of the tier pins may hold, from 0 to 1."""
@@ -313,6 +470,10 @@ class DeviceConfig(Section):
     @classmethod
     def cross_check(cls, given: Mapping[str, Any]) -> Iterator[CrossProblem]:
         yield from _two_budgets(given)
+        if given.get("ratio") and "size" not in given and "tokens" not in given:
+            yield CrossProblem(
+                "ratio", "means nothing without size or tokens", "write one of them, or take it out"
+            )
 
 
 class HostConfig(Section):
@@ -321,6 +482,8 @@ class HostConfig(Section):
     size: SizeBytes | None = None
     """Bytes of all rows together: state, header room and padding."""
     tokens: Tokens | None = None
+    ratio: Ratios = Field(default_factory=dict)
+    """As `device.ratio`."""
     write_policy: WritePolicyName = "write_through"
     """When the device's pages are copied here: at the first use, at the second
     (`write_through_selective`), or only when the device evicts them (`write_back`)."""
@@ -483,10 +646,13 @@ class Config(Section):
         """Where each setting was written."""
         return self._marks
 
-    def problem(self, key: str, message: str, suggestion: str | None = None) -> ConfigProblem:
+    def problem(
+        self, key: str | KeyPath, message: str, suggestion: str | None = None
+    ) -> ConfigProblem:
         """A problem with the setting `key` ("device.size"), at the place where it was written."""
-        mark = self._marks.nearest(parse_path(key))
-        return ConfigProblem(message, key, mark.file, mark.line, mark.column, suggestion)
+        path = parse_path(key) if isinstance(key, str) else key
+        mark = self._marks.nearest(path)
+        return ConfigProblem(message, dotted(path), mark.file, mark.line, mark.column, suggestion)
 
 
 NEEDED_BY_STORAGE: Final = {
@@ -496,10 +662,13 @@ NEEDED_BY_STORAGE: Final = {
 """What names a model's state among that of others, with an example."""
 
 
-def _is_page_size(value: object) -> bool:
+def _is_count(value: object, most: int = MAX_LAYERS) -> TypeGuard[int]:
     """What the schema lets pass as one; it says itself what is wrong with the rest."""
-    is_number = isinstance(value, int) and not isinstance(value, bool)
-    return is_number and value in range(1, MAX_PAGE_SIZE + 1)
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most
+
+
+def _is_page_size(value: object) -> TypeGuard[int]:
+    return _is_count(value, MAX_PAGE_SIZE)
 
 
 def _mapping(value: object) -> Mapping[str, Any]:
@@ -520,7 +689,10 @@ def one_of(given: object, choices: Iterable[str]) -> str:
     names = list(choices)
     if not names:
         return "there is none"
-    text = DTYPE_ALIASES.get(given, given).removeprefix("torch.") if isinstance(given, str) else ""
+    text = ALIASES.get(given, given).removeprefix("torch.") if isinstance(given, str) else ""
     close = difflib.get_close_matches(text.lower(), names, n=1)
     rest = f"one of {', '.join(names)}" if len(names) > 1 else names[0]
     return f"did you mean {close[0]}? It is {rest}" if close else f"write {rest}"
+
+
+ALIASES: Final = {**DTYPE_ALIASES, **LAYER_TYPE_ALIASES}

@@ -82,6 +82,18 @@ class DevicePools:
         """The pages of one layer, `[pages, rows_per_page, *row_shape]`: a view."""
         return self._pages[name][layer]
 
+    def copy_page(self, component: ComponentId, source: int, target: int) -> None:
+        """Have a page be what another is, in all pools and layers of a component; `source` −1:
+        zeros. Blocks; on a GPU the copies are queued on the current stream."""
+        with torch.inference_mode():
+            for spec in self.specs:
+                if spec.component == component:
+                    for pages in self._pages[spec.name].values():
+                        if source < 0:
+                            pages[target].zero_()
+                        else:
+                            pages[target].copy_(pages[source])
+
     def page_bytes(self, component: ComponentId) -> int:
         """Bytes that one page id of the component stands for, over its pools and layers."""
         return page_bytes(self.specs, component)

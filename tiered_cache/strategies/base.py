@@ -18,10 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ComponentSpec:
-    """One component of the tree: its id, and the kind of state whose rules it follows ("full")."""
+    """One component of the tree: its id, and the kind of state whose rules it follows ("full").
+
+    `window`: tokens, the current one included, where these rules are about a window.
+    """
 
     id: ComponentId
     kind: str
+    window: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,10 @@ from typing import TYPE_CHECKING, Final
 
 from tiered_cache.config.schema import known_strategies, one_of
 from tiered_cache.errors import ConfigError, ConfigProblem
+from tiered_cache.strategies.mamba import MambaStrategy
+from tiered_cache.strategies.mamba_swa import MambaSWAStrategy
 from tiered_cache.strategies.plain import PlainStrategy
+from tiered_cache.strategies.swa import SWAStrategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -14,7 +17,12 @@ if TYPE_CHECKING:
     from tiered_cache.config import ModelConfig
     from tiered_cache.strategies.base import StackStrategy
 
-_strategies: Final[list[StackStrategy]] = [PlainStrategy()]
+_strategies: Final[list[StackStrategy]] = [
+    PlainStrategy(),
+    SWAStrategy(),
+    MambaStrategy(),
+    MambaSWAStrategy(),
+]
 
 
 def register_stack_strategy(strategy: StackStrategy) -> Callable[[], None]:

@@ -41,11 +41,18 @@ class OracleError(AssertionError):
 
 
 class HasSlots(Protocol):
-    """A lease or a chunk."""
+    """What says where the state of tokens is."""
 
     def slots(
         self, component: str = "full", start: int = 0, stop: int | None = None
     ) -> npt.NDArray[np.int64]: ...
+
+
+class Holder(HasSlots, Protocol):
+    """A lease or a chunk."""
+
+    @property
+    def state_slots(self) -> Mapping[str, int]: ...
 
 
 class ByteOracle:
@@ -72,27 +79,34 @@ class ByteOracle:
                 self._host_bytes[piece.pool, piece.layer] = as_strided(raw, shape, strides)
 
     def write(
-        self, holder: HasSlots, key: RadixKey, start: int, stop: int, layer: int | None = None
+        self, holder: Holder, key: RadixKey, start: int, stop: int, layer: int | None = None
     ) -> None:
         """Write the state of the tokens `[start, stop)` of `key` to the holder's slots; of one
         layer, or of all."""
         for rows, pages, offsets, wanted in self._spans(holder, key, start, stop, layer):
             rows[pages, offsets] = wanted
+        for row, content in self._states(holder, key, stop, layer):
+            row[:] = content
 
     def verify(
-        self, holder: HasSlots, key: RadixKey, start: int, stop: int, layer: int | None = None
+        self, holder: Holder, key: RadixKey, start: int, stop: int, layer: int | None = None
     ) -> None:
-        """Prove the state of the tokens `[start, stop)` of `key` at the holder's slots; of one
-        layer, or of all.
+        """Prove the state of the tokens `[start, stop)` of `key` at the holder's slots, as far as
+        what follows needs it; of one layer, or of all.
 
         Raises:
             OracleError: naming the pages that are wrong.
         """
-        for rows, pages, offsets, wanted in self._spans(holder, key, start, stop, layer):
+        for rows, pages, offsets, wanted in self._spans(
+            holder, key, start, stop, layer, only_needed=True
+        ):
             wrong = (rows[pages, offsets] != wanted).any(axis=1)
             if wrong.any():
                 bad = sorted(set(pages[wrong].tolist()))
                 raise OracleError(f"wrong bytes of {key!r} in [{start}, {stop}), pages {bad}")
+        for row, content in self._states(holder, key, stop, layer):
+            if (row != content).any():
+                raise OracleError(f"wrong state of {key!r} at {stop}")
 
     def verify_tree(self, unwritten: Collection[int] = ()) -> int:
         """Prove every page that the tree has, on either tier; returns how many there are.
@@ -112,15 +126,10 @@ class ByteOracle:
                 ):
                     if ids is None:
                         continue
-                    holder = _NodeSlots(ids, node.start, self._page_size)
+                    start = node.end - len(ids) * self._page_size  # a state ends the last page
+                    holder = _NodeSlots(ids, start, self._page_size)
                     for rows, pages, offsets, wanted in self._spans_of(
-                        holder,
-                        node.namespace,
-                        tokens,
-                        node.start,
-                        node.end,
-                        str(component.id),
-                        memory,
+                        holder, node.namespace, tokens, start, node.end, str(component.id), memory
                     ):
                         wrong = (rows[pages, offsets] != wanted).any(axis=1)
                         if unwritten and tier == "device":
@@ -156,12 +165,45 @@ class ByteOracle:
                         raise OracleError(f"somebody wrote to pages {bad}, which are free")
 
     def _spans(
-        self, holder: HasSlots, key: RadixKey, start: int, stop: int, layer: int | None = None
+        self,
+        holder: Holder,
+        key: RadixKey,
+        start: int,
+        stop: int,
+        layer: int | None = None,
+        *,
+        only_needed: bool = False,
     ) -> Iterator[tuple[Rows, Any, Any, Rows]]:
         for component in self._tree.components:
-            yield from self._spans_of(
-                holder, key.namespace, key.data, start, stop, str(component.id), self._bytes, layer
-            )
+            if component.is_per_page:
+                first = max(start, component.needed_from(stop)) if only_needed else start
+                name, namespace = str(component.id), key.namespace
+                yield from self._spans_of(
+                    holder, namespace, key.data, first, stop, name, self._bytes, layer
+                )
+
+    def _states(
+        self, holder: Holder, key: RadixKey, depth: int, only: int | None
+    ) -> Iterator[tuple[Rows, Rows]]:
+        """Per pool and layer of states: the row that the holder works with, and what it must be
+        where `depth` tokens are computed."""
+        for component in self._tree.components:
+            if component.is_per_page:
+                continue
+            slot = holder.state_slots[str(component.id)]
+            for spec in self._specs:
+                if spec.component != component.id:
+                    continue
+                for layer in spec.layers:
+                    if only is not None and layer != only:
+                        continue
+                    row = self._bytes[spec.name, layer][slot, 0]
+                    content = bytes(len(row))
+                    if depth:
+                        digests = _digests(key.namespace, key.data[: depth * TOKEN_BYTES])
+                        label = f"{component.id}/{spec.name}/{layer}".encode()
+                        content = _row(digests[depth - 1], label, len(row))
+                    yield row, np.frombuffer(content, np.uint8)
 
     def _spans_of(
         self,

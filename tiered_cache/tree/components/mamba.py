@@ -41,9 +41,6 @@ class MambaComponent(SparseComponent):
             raise ValueError(f"a grid has at least 1 token, not {grid}")
         self._grid = grid
 
-    def span_start(self, depth: int, num_ids: int) -> int:
-        return depth - self.page_size  # it ends the last page
-
     # --- match ------------------------------------------------------------------------------------
 
     def deepest_boundary(
@@ -149,4 +146,4 @@ class MambaComponent(SparseComponent):
     # --- transfer ---------------------------------------------------------------------------------
 
     def needed(self, path: Sequence[Node], target: Tier) -> Sequence[Node]:
-        return path[-1:]
+        return path[-1:] if target is DEVICE else path

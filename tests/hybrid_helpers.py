@@ -1,0 +1,84 @@
+"""A small cache of a model with windows and states, by a strategy of its own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, Final
+from unittest import mock
+
+from tests.lease_helpers import P, Rig, rig
+from tiered_cache import build
+from tiered_cache.pools.spec import PoolSpec
+from tiered_cache.strategies.base import ComponentSpec, StackPlan
+from tiered_cache.strategies.registry import register_stack_strategy
+from tiered_cache.tree.components.full import FullComponent
+from tiered_cache.tree.components.mamba import MambaComponent
+from tiered_cache.tree.components.swa import SWAComponent
+from tiered_cache.types import ComponentId
+
+WINDOW: Final = 10
+GRID: Final = 8
+
+KINDS: Final[dict[str, Any]] = {
+    "full": lambda spec: FullComponent(spec.id),
+    "swa": lambda spec: SWAComponent(spec.id, WINDOW),
+    "mamba": lambda spec: MambaComponent(spec.id, GRID),
+}
+
+STACKS: Final = {
+    "swa": ("full", "swa"),
+    "mamba": ("full", "mamba"),
+    "mamba_swa": ("full", "swa", "mamba"),
+}
+
+
+RATIO: Final = {
+    "swa": {"swa": 1.0},
+    "mamba": {"mamba": 1.0},
+    "mamba_swa": {"swa": 1.0, "mamba": 1.0},
+}
+
+
+class Hybrid:
+    """A layer of full attention, one with a window, one with a state, as far as there are any."""
+
+    def __init__(self, stack: str) -> None:
+        self.name = f"test_{stack}"
+        self._kinds = STACKS[stack]
+
+    def matches(self, model: Any) -> bool:
+        return False
+
+    def plan(self, model: Any, page_size: int) -> StackPlan:
+        pools = []
+        for layer, kind in enumerate(self._kinds):
+            rows = 1 if kind == "mamba" else page_size
+            pools.append(
+                PoolSpec(f"{kind}_a", ComponentId(kind), (layer,), (2, 3), "float32", rows)
+            )
+            pools.append(PoolSpec(f"{kind}_b", ComponentId(kind), (layer,), (4,), "float32", rows))
+        components = tuple(ComponentSpec(ComponentId(kind), kind) for kind in self._kinds)
+        return StackPlan(components, tuple(pools))
+
+
+@contextlib.contextmanager
+def known(stack: str) -> Iterator[None]:
+    unregister = register_stack_strategy(Hybrid(stack))
+    try:
+        with mock.patch.object(build, "COMPONENT_KINDS", KINDS):
+            yield
+    finally:
+        unregister()
+
+
+@contextlib.asynccontextmanager
+async def hybrid_rig(stack: str, pages: int = 16, **sections: Any) -> AsyncIterator[Rig]:
+    with known(stack):
+        sections.setdefault("device", {"tokens": pages * P, "ratio": RATIO[stack]})
+        model = {"dtype": "float32", "num_layers": 3, "num_kv_heads": 1, "head_dim": 2}
+        async with rig(pages, model={**model, "strategy": f"test_{stack}"}, **sections) as made:
+            yield made
+
+
+__all__ = ["GRID", "STACKS", "WINDOW", "P", "hybrid_rig", "known"]

@@ -76,10 +76,20 @@ class PartsStrategy:
 
 
 def attention_pools(
-    model: ModelConfig, page_size: int, component: ComponentId, layers: tuple[int, ...], prefix: str
+    model: ModelConfig,
+    page_size: int,
+    component: ComponentId,
+    layers: tuple[int, ...],
+    *,
+    prefix: str = "",
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
 ) -> tuple[PoolSpec, ...]:
     """Pools of attention layers, a row per token: keys and values (MHA, GQA, MQA), of which a rank
-    holds its share of the heads; or one latent (MLA), of which each holds a copy."""
+    holds its share of the heads; or one latent (MLA), of which each holds a copy.
+
+    `num_kv_heads` and `head_dim`: where these layers' are not the model's.
+    """
 
     def pool(name: str, *row_shape: int | None) -> PoolSpec:
         shape = tuple(size for size in row_shape if size is not None)  # the schema requires all
@@ -88,6 +98,5 @@ def attention_pools(
 
     if model.is_latent:
         return (pool("latent", (model.kv_lora_rank or 0) + (model.qk_rope_head_dim or 0)),)
-    heads = model.num_kv_heads
-    values = model.v_head_dim or model.head_dim
-    return pool("k", heads, model.head_dim), pool("v", heads, values)
+    heads, keys = num_kv_heads or model.num_kv_heads, head_dim or model.head_dim
+    return pool("k", heads, keys), pool("v", heads, model.v_head_dim or keys)

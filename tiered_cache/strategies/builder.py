@@ -91,12 +91,18 @@ def attention_pools(
     `num_kv_heads` and `head_dim`: where these layers' are not the model's.
     """
 
-    def pool(name: str, *row_shape: int | None) -> PoolSpec:
-        shape = tuple(size for size in row_shape if size is not None)  # the schema requires all
-        sharding: Sharding = "replicated" if model.is_latent else "per_rank"
-        return PoolSpec(prefix + name, component, layers, shape, model.dtype, page_size, sharding)
+    sharding: Sharding = "replicated" if model.is_latent else "per_rank"
+
+    def pool(name: str, *row_shape: int) -> PoolSpec:
+        kept = prefix + name, component, layers, row_shape, model.dtype, page_size, sharding
+        return PoolSpec(*kept)
 
     if model.is_latent:
-        return (pool("latent", (model.kv_lora_rank or 0) + (model.qk_rope_head_dim or 0)),)
-    heads, keys = num_kv_heads or model.num_kv_heads, head_dim or model.head_dim
-    return pool("k", heads, keys), pool("v", heads, model.v_head_dim or keys)
+        rank, rope_dim = model.kv_lora_rank, model.qk_rope_head_dim
+        assert rank is not None  # the schema requires both
+        assert rope_dim is not None
+        return (pool("latent", rank + rope_dim),)
+    heads, key_dim = num_kv_heads or model.num_kv_heads, head_dim or model.head_dim
+    assert heads is not None  # the schema requires both
+    assert key_dim is not None
+    return pool("k", heads, key_dim), pool("v", heads, model.v_head_dim or key_dim)

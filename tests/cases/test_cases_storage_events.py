@@ -33,7 +33,7 @@ from tests.storage_helpers import (
 from tests.tier_helpers import demote, on_tier
 from tiered_cache import StaleError, backup, keys
 from tiered_cache.storage.backend import SCOPE_BYTES
-from tiered_cache.storage.record import Arrivals, RecordFormat
+from tiered_cache.storage.record import Arrival, RecordFormat
 from tiered_cache.testing.faulty_backend import CallGate
 from tiered_cache.testing.loop import DeterministicLoop, SeededExecutor
 from tiered_cache.transfer.cpu import CpuCopier
@@ -295,7 +295,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[int]]:
         watch(os, name)
     watch(CpuCopier, "copy")
     watch(RecordFormat, "seal")
-    watch(Arrivals, "verdicts")
+    watch(Arrival, "verdict")
     return done
 
 
@@ -343,7 +343,7 @@ async def test_b104_files_do_not_block_the_loop(tmp_path: Path, work: dict[str, 
             if gaps[-1] < 0.1:
                 break
         assert min(gaps) < 0.5, gaps
-        assert work.keys() >= {"open", "write", "preadv", "copy", "seal", "verdicts"}, work
+        assert work.keys() >= {"open", "write", "preadv", "copy", "seal", "verdict"}, work
         for call, threads in work.items():
             assert threading.get_ident() not in threads, call
 

@@ -81,11 +81,11 @@ def test_a_state_may_be_on_the_host() -> None:
 
 
 def test_a_slot_stands_at_the_page_that_its_depth_ends() -> None:
-    """§1.3, §3.5: one id per node end, −1 everywhere else."""
+    """§1.3, §3.5: that of the state at the end, −1 everywhere else."""
     rig = make()
     rig.publish(seq("A", 64), states=[32, 64])
     _, slots = rig.match(RadixKey(seq("A", 64))).pages
-    assert (slots == NO_PAGE).tolist() == [True, False, True, False]
+    assert (slots == NO_PAGE).tolist() == [True, True, True, False]
     later = rig.tree.pages(Boundary(rig.node(seq("A", 64)), 64), 32)[M]
     assert later.tolist() == slots[2:].tolist()
 

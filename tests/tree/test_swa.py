@@ -116,13 +116,16 @@ def test_a_window_may_be_on_the_host() -> None:
 
 
 def test_pages_say_where_there_are_none() -> None:
-    """§3.5: one id per page, −1 at a tombstone."""
+    """§3.5: one id per page of the window, −1 at a tombstone, and above the window, where pages may
+    go at any time."""
     rig = make()
-    by_page(rig, "A", 64)
-    rig.drop(seq("A", 32), S)
-    full, window = rig.match(RadixKey(seq("A", 64))).pages
+    by_page(rig, "A", 96)
+    full, window = rig.match(RadixKey(seq("A", 96))).pages
     assert (full >= 0).all()
-    assert (window >= 0).tolist() == [True, False, True, True]
+    assert (window >= 0).tolist() == [False] * 4 + [True] * 2
+    rig.drop(seq("A", 80), S)
+    window = rig.tree.pages(Boundary(rig.node(seq("A", 96)), 96))[S]
+    assert (window >= 0).tolist() == [False] * 5 + [True]
 
 
 # --- recency --------------------------------------------------------------------------------------
@@ -246,8 +249,7 @@ def test_no_page_is_never_adopted() -> None:
         rig.pools[Tier.DEVICE][S].free(pages[S][gaps])
         pages[S][gaps] = NO_PAGE
         result = rig.insert(key, pages)
-        window = rig.tree.pages(result.boundary)[S]
-        assert window[1:].tolist() == pages[S][1:].tolist()
+        assert rig.tree.pages(result.boundary)[S][4:].tolist() == pages[S][4:].tolist()
         assert [stop for stop in range(16, 97, 16) if rig.hit(key, stop)[0] == stop] == (
             [32, 48, 80, 96] if name == "A" else [16, 32, 48, 80, 96]
         )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 import numpy as np
 
-from tiered_cache.tree.components.sparse import SparseComponent, per_page
+from tiered_cache.tree.components.sparse import GAP, SparseComponent, behind_gaps
 from tiered_cache.types import NO_PAGE, Tier
 
 if TYPE_CHECKING:
@@ -54,12 +54,12 @@ class MambaComponent(SparseComponent):
         return count
 
     def collect(self, path: Sequence[Node], start: int, stop: int) -> PageIds:
-        pages = per_page(path, start, stop, self.page_size)
-        for node in path:
-            value = node.data[self.index].value
-            if value is not None and start < node.end <= stop:
-                pages[(node.end - start) // self.page_size - 1] = value[0]
-        return pages
+        """The state at the end alone: no other is of use to whoever goes on from there."""
+        num_pages = max(0, stop - start) // self.page_size
+        value = path[-1].data[self.index].value if path and path[-1].end == stop else None
+        if value is None or not num_pages:
+            return behind_gaps(num_pages, ())
+        return behind_gaps(num_pages - 1, (value,))
 
     def touch(self, path: Sequence[Node], stamp: int) -> None:
         if path:
@@ -91,6 +91,8 @@ class MambaComponent(SparseComponent):
             self._gain(node, DEVICE, ids[-1:])
             result.mamba_exist = False
             ids = ids[:-1]
+        if ids.tobytes() == GAP * len(ids):
+            return None
         left: PageIds = ids[ids != NO_PAGE]
         if value is not None:
             left = left[left != value[0]]
@@ -101,8 +103,10 @@ class MambaComponent(SparseComponent):
 
     def leaf_cuts(self, start: int, stop: int, params: InsertParams) -> Iterable[int]:
         size = self.page_size
-        ids = params.pages[self.index][start // size : stop // size]
-        return [start + (int(at) + 1) * size for at in np.flatnonzero(ids != NO_PAGE)]
+        inside = params.pages[self.index][start // size : stop // size - 1]
+        if inside.tobytes() == GAP * len(inside):
+            return ()
+        return [start + (int(at) + 1) * size for at in np.flatnonzero(inside != NO_PAGE)]
 
     def allows_boundary(self, depth: int, params: InsertParams) -> bool:
         """Nobody could use one without a state."""

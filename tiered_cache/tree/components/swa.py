@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from tiered_cache.tree.components.base import own
-from tiered_cache.tree.components.sparse import SparseComponent, per_page
+from tiered_cache.tree.components.sparse import GAP, SparseComponent, behind_gaps, has_gaps
 from tiered_cache.types import NO_PAGE, Tier
 
 if TYPE_CHECKING:
@@ -61,36 +61,46 @@ class SWAComponent(SparseComponent):
     def deepest_boundary(
         self, path: Sequence[Node], count: int, depth: int, device_only: bool
     ) -> int:
-        end = depth
+        end, index = depth, self.index
         for at in range(count - 1, -1, -1):
             node = path[at]
-            if not self.has(node, device_only):
+            data = node.data[index]
+            if data.value is None and (device_only or data.host_value is None):
                 count, end = at, node.start  # and nothing ends right below, where it runs short
             elif end - node.start >= self.window:
                 return count
         return count  # up to the root without a tombstone: a short path is a whole window
 
     def collect(self, path: Sequence[Node], start: int, stop: int) -> PageIds:
-        size = self.page_size
-        pages = per_page(path, start, stop, size)
-        for node in path:
-            value = node.data[self.index].value
-            if value is None or node.end <= start or node.start >= stop:
-                continue
-            first, last = max(node.start, start), min(node.end, stop)
-            of_node = value[(first - node.start) // size : (last - node.start) // size]
-            pages[(first - start) // size : (last - start) // size] = of_node
-        return pages
+        """Of the window alone: what is further up may go at any time."""
+        size, index = self.page_size, self.index
+        top, first = max(start, stop - self.window), stop
+        parts: list[bytes | PageIds] = []
+        for node in reversed(path):
+            if first <= top:
+                break
+            end, value = min(node.end, stop), node.data[index].value
+            first = max(start, node.start)
+            if value is None:
+                parts.append(GAP * ((end - first) // size))
+            elif first > node.start or end < node.end:
+                parts.append(value[(first - node.start) // size : (end - node.start) // size])
+            else:
+                parts.append(value)
+        return behind_gaps((first - start) // size, parts[::-1])
 
     def touch(self, path: Sequence[Node], stamp: int) -> None:
-        if path:
-            reach = self.window + self.page_size
-            for node in self._in_window(path[::-1], path[-1].end, reach):
-                data = node.data[self.index]
-                if data.stamp != stamp:
-                    data.stamp = stamp
-                    if data.value is not None or data.host_value is not None:
-                        self.orders.note(node)
+        if not path:
+            return
+        index, top = self.index, path[-1].end - self.window - self.page_size
+        for node in reversed(path):
+            data = node.data[index]
+            if data.stamp != stamp:
+                data.stamp = stamp
+                if data.value is not None or data.host_value is not None:
+                    self.orders.note(node)
+            if node.start <= top:
+                return
 
     # --- insert -----------------------------------------------------------------------------------
 
@@ -102,15 +112,16 @@ class SWAComponent(SparseComponent):
         """Depths inside `[start, stop)` at which an insert begins or ceases to bring pages."""
         size = self.page_size
         first = min(self._first_page(start, params), stop)
+        if first == start and not has_gaps(params.pages[self.index][start // size : stop // size]):
+            return []
         there = params.pages[self.index][start // size : stop // size] != NO_PAGE
         there[: (first - start) // size] = False
         return [start + (int(at) + 1) * size for at in np.flatnonzero(there[1:] != there[:-1])]
 
-    def _brings(self, start: int, stop: int, params: InsertParams) -> bool:
-        """Whether an insert has pages for all of `[start, stop)`."""
-        size = self.page_size
-        ids = params.pages[self.index][start // size : stop // size]
-        return self._first_page(start, params) == start and bool((ids != NO_PAGE).all())
+    def _brings(self, start: int, params: InsertParams) -> bool:
+        """Whether an insert has pages for what begins at `start`, up to where that changes."""
+        has_page = params.pages[self.index][start // self.page_size] != NO_PAGE
+        return bool(has_page) and self._first_page(start, params) == start
 
     def overlap_cut(self, node: Node, start: int, params: InsertParams) -> int | None:
         if node.data[self.index].value is not None or node.end <= params.prev_prefix_len:
@@ -124,7 +135,7 @@ class SWAComponent(SparseComponent):
         size = self.page_size
         value = node.data[self.index].value
         if value is None:
-            if self._brings(start, node.end, params):
+            if self._brings(start, params):
                 ids = params.pages[self.index][start // size : node.end // size]
                 self._gain(node, DEVICE, ids)
             return None
@@ -143,7 +154,7 @@ class SWAComponent(SparseComponent):
     ) -> PageIds | None:
         size = self.page_size
         ids = params.pages[self.index][start // size : leaf.end // size]
-        if self._brings(start, leaf.end, params):
+        if self._brings(start, params):
             self._gain(leaf, DEVICE, ids)
             return None
         # What the request says it has given up, and names all the same.
@@ -188,9 +199,10 @@ class SWAComponent(SparseComponent):
         that no split in between can make it stop early (semantics §6.1–2)."""
         if not path:
             return start
+        if tier is DEVICE:
+            start = max(start, path[0].end - self.window)
         top = path[0].end
-        held = self._in_window(path, top, self.window) if tier is DEVICE else path
-        for node in held:
+        for node in path:
             if node.end <= start:
                 break
             self._hold(node, tier)

@@ -72,15 +72,19 @@ def test_the_text_part_of_a_multimodal_config_counts() -> None:
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
-        ({"sliding_window": 4096}, "sliding-window attention is not supported yet"),
-        ({"attention_chunk_size": 8192}, "chunked attention is not supported yet"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "type sliding_attention"),
-        ({"layer_types": ["linear_attention", "full_attention"]}, "type linear_attention"),
-        ({"layer_types": ["hybrid", "hybrid"]}, "type hybrid"),
-        ({"layer_types": ["indexed_attention"]}, "type indexed_attention"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "states are not known"),
+        ({"layer_types": ["hybrid", "hybrid"]}, "states are not known"),
+        ({"layer_types": ["indexed_attention"] * 2}, "type indexed_attention"),
+        ({"layer_types": ["no_such", "linear_attention"]}, "type no_such"),
         ({"index_topk": 2048}, "sparse-attention indexer"),
         ({"state_size": 16}, "Mamba"),
         ({"num_kv_shared_layers": 15}, "share another layer's KV"),
+        ({"kv_sharing_modes": ["store", "reuse"]}, "share another layer's KV"),
+        (
+            {"per_layer_config": [SimpleNamespace(head_dim=8), SimpleNamespace(head_dim=16)]},
+            "differ from layer to layer",
+        ),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
     ],
 )
@@ -88,6 +92,61 @@ def test_other_kinds_of_state_are_refused(extra: dict[str, Any], words: str) -> 
     """Better no cache than one that restores half of a model's state."""
     with pytest.raises(ConfigError, match=words):
         model_from_hf(SimpleNamespace(**LLAMA, **extra))
+
+
+def test_windows_and_chunks() -> None:
+    """Each layer's window in tokens, from wherever its kind says so; a chunk is a window."""
+    config = {
+        **LLAMA,
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "chunked_attention", "full_attention"],
+        "sliding_window": 4096,
+        "attention_chunk_size": 8192,
+    }
+    model = model_from_hf(SimpleNamespace(**config))
+    assert model.layer_types == ("sliding_attention", "sliding_attention", "full_attention")
+    assert model.sliding_window == (4096, 8192)
+    of_layers = [
+        SimpleNamespace(sliding_window=16 * at, attention_chunk_size=8) for at in (1, 2, 3)
+    ]
+    model = model_from_hf(SimpleNamespace(**config, per_layer_config=of_layers))
+    assert model.sliding_window == (16, 8)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"sliding_window": 4096},
+        {"attention_chunk_size": 8192},
+        {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4096},
+    ],
+)
+def test_windows_on_all_layers_are_kept_as_full_attention(extra: dict[str, Any]) -> None:
+    """Something has to hold the prefix. It costs memory, and is right."""
+    assert model_from_hf(SimpleNamespace(**LLAMA, **extra)) == model_from_hf(
+        SimpleNamespace(**LLAMA)
+    )
+
+
+def test_states_and_layers_without_any() -> None:
+    """Words of single models are understood; what a recurrence sums up is float32."""
+    sizes = {
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 4,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "conv_kernel": 3,
+    }
+    types = ["mamba", "attention", "moe", "mlp"]
+    config = {**LLAMA, **sizes, "num_hidden_layers": 4, "layer_types": types}
+    model = model_from_hf(SimpleNamespace(**config))
+    assert model.layer_types == ("linear_attention", "full_attention", "none", "none")
+    assert [(s.name, s.row_shape, s.dtype) for s in model.states] == [
+        ("conv", (96, 3), "bfloat16"),
+        ("recurrent", (8, 4, 16), "float32"),
+    ]
+    with pytest.raises(ConfigError, match="states are not known"):
+        model_from_hf(SimpleNamespace(**{**config, "conv_kernel": "4"}))
 
 
 def test_missing_numbers_are_named() -> None:
@@ -121,14 +180,18 @@ REAL = [
     ("LlamaConfig", {}, None),
     ("Qwen3Config", {}, None),
     ("DeepseekV3Config", {}, None),
-    ("MistralConfig", {}, "sliding-window"),
-    ("Gemma2Config", {}, "sliding_attention"),
-    ("GptOssConfig", {}, "sliding_attention"),
-    ("Llama4TextConfig", {}, "chunked_attention"),
-    ("Qwen3NextConfig", {}, "linear_attention"),
-    ("BambaConfig", {}, "linear_attention"),
-    ("FalconH1Config", {}, "hybrid"),
-    ("Mamba2Config", {}, "linear_attention"),
+    ("MistralConfig", {}, None),
+    ("Gemma2Config", {}, None),
+    ("GptOssConfig", {}, None),
+    ("Llama4TextConfig", {}, None),
+    ("Gemma4TextConfig", {}, "differ from layer to layer"),
+    ("Qwen3NextConfig", {}, None),
+    ("BambaConfig", {"attn_layer_indices": [9]}, None),
+    ("FalconH1Config", {}, None),
+    ("Zamba2Config", {}, None),
+    ("JambaConfig", {}, None),
+    ("Lfm2Config", {}, None),
+    ("Mamba2Config", {}, "are not known"),
     ("DeepseekV32Config", {}, "indexed_attention"),
     ("T5Config", {}, "encoder-decoder"),
 ]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BambaConfig, LlamaConfig, LlamaForCausalLM, MistralConfig
+from transformers import BambaConfig, DeepseekV32Config, LlamaConfig, LlamaForCausalLM
 
 from tests.integrations.helpers import (
     PAGE_SIZE,
@@ -408,21 +408,17 @@ async def test_a_batch_step_gives_what_single_runs_give(model: Any) -> None:
 # --- What is refused ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        (
-            MistralConfig(num_hidden_layers=2, sliding_window=16),
-            "DynamicSlidingWindowLayer at layers 0, 1",
-        ),
-        (
-            BambaConfig(num_hidden_layers=3, attn_layer_indices=[1]),
-            "LinearAttentionLayer at layers 0, 2",
-        ),
-    ],
-)
-def test_layers_with_other_state_are_refused_by_name(config: Any, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_layers_with_other_state_are_refused_by_name() -> None:
+    config = DeepseekV32Config(num_hidden_layers=2)
+    with pytest.raises(ConfigError, match="DynamicIndexedLayer at layers 0, 1"):
+        check_layers(config)
+
+
+def test_layers_with_several_states_of_a_kind_are_refused_by_name() -> None:
+    config = BambaConfig(num_hidden_layers=3, attn_layer_indices=[1])
+    check_layers(config)
+    config.number_of_conv_states = 3
+    with pytest.raises(ConfigError, match="LinearAttentionLayer at layers 0, 2"):
         check_layers(config)
 
 
@@ -432,7 +428,9 @@ def other_models() -> dict[str, Any]:
     return {
         "bfloat16": tiny_model("llama", torch.bfloat16),
         r"rows \(2, 32\)": tiny_model("qwen3"),
-        "on 4 layers": tiny_model("llama", num_layers=4),
+        "for its layer 3": tiny_model("llama", num_layers=4),
+        "for 3 layers, the model has 2": tiny_model("llama", num_layers=2),
+        "a pool conv for its layer 0": tiny_model("qwen3_5"),
         "a pool latent": tiny_model("deepseek_v3"),
     }
 

@@ -1,0 +1,242 @@
+"""Models with sliding windows and recurrent states: what went through the pools gives the same
+logits, bit for bit, as a transformers cache that computed the same chunks and never did.
+
+Device tier only. The architectures are real, their weights random (`tiny_model`); windows (24
+tokens, `llama4` 32) end inside pages of 16. Pools are full of NaN before. The controls prove that
+one wrong byte of any pool shows, and so does the state of another depth.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integrations.helpers import (
+    PAGE_SIZE,
+    NeverSerialised,
+    Remembering,
+    poison,
+    random_tokens,
+    settings,
+)
+from tiered_cache import IntegrityError, UnifiedRadixCache
+from tiered_cache.integrations.transformers import TransformersRunner, generate
+from tiered_cache.testing.models import tiny_model
+from tiered_cache.types import EvictParams
+
+WINDOWS = ["mistral", "gemma2", "gemma3", "gpt_oss", "cohere2", "llama4"]
+STATES = [
+    *("qwen3_next", "qwen3_5", "olmo_hybrid"),
+    *("bamba", "granite_hybrid", "nemotron_h", "falcon_h1", "zamba2"),
+    *("lfm2", "jamba"),
+]
+
+PROMPT = random_tokens(83)
+ANSWER = random_tokens(14, seed=1)
+KNOWN = PROMPT + ANSWER
+
+
+@pytest.fixture(scope="module", params=WINDOWS + STATES)
+def model(request: pytest.FixtureRequest) -> Any:
+    """By name, or by name and type. Made outside the event loop: transformers reads files."""
+    name, *dtype = (request.param,) if isinstance(request.param, str) else request.param
+    return tiny_model(name, *dtype)
+
+
+def open_cache(model: Any) -> Any:
+    ratio = {}
+    config = settings(model)
+    if "window" in config.model.state_kinds:
+        ratio["swa"] = 1.0
+    if "recurrent" in config.model.state_kinds:
+        ratio["mamba"] = 0.25
+    return UnifiedRadixCache.open(settings(model, device={"tokens": 1024, "ratio": ratio}))
+
+
+async def publish(cache: Any, runner: TransformersRunner) -> Remembering:
+    """A first request computes and publishes `KNOWN`: in chunks, one of which is longer than any
+    window, and then token by token. Compared with a transformers cache that is left alone."""
+    reference, alone = Remembering(runner.model), NeverSerialised(runner.model)
+    async with cache.lease(PROMPT, reserve=len(ANSWER)) as lease:
+        assert lease.prefix_len == 0
+        while (chunk := await lease.next_chunk(50)) is not None:
+            logits = await lease.run(runner, chunk)
+            lease.commit(chunk)
+            assert torch.equal(logits, alone.forward(chunk.tokens, chunk.start))
+            assert torch.equal(logits, reference.forward(chunk.tokens, chunk.start))
+        for token in ANSWER:
+            chunk = lease.append(token)
+            logits = await lease.run(runner, chunk)
+            assert torch.equal(logits, alone.forward([token], chunk.start))
+            assert torch.equal(logits, reference.forward([token], chunk.start))
+        lease.finish()
+    return reference
+
+
+def boundaries(cache: Any) -> list[int]:
+    """Where a prefix can end: at any page, but for those whose window the request had left behind
+    by the time it published; where there are states, at the ends of its chunks."""
+    components = {str(part.id) for part in cache.tree.components}
+    if "mamba" in components:
+        return [48, 80, 96]
+    return [48, 64, 80, 96] if "swa" in components else [16, 32, 48, 64, 80, 96]
+
+
+async def goes_on(
+    cache: Any, runner: TransformersRunner, reference: Remembering, tokens: list[int]
+) -> int:
+    """A request computes what is missing of its tokens, and one more; nothing is published. Every
+    chunk is compared with a transformers cache that goes on from where the prefix ends. Returns
+    how much was reused."""
+    async with cache.lease(tokens, reserve=1) as lease:
+        start = lease.prefix_len
+        branch = reference.branch(start) if start else NeverSerialised(runner.model)
+        while (chunk := await lease.next_chunk(24)) is not None:
+            logits = await lease.run(runner, chunk)
+            assert torch.equal(logits, branch.forward(chunk.tokens, chunk.start))
+        chunk = lease.append(7)
+        logits = await lease.run(runner, chunk)
+        assert torch.equal(logits, branch.forward([7], chunk.start))
+    return int(start)
+
+
+async def test_attached_state_gives_the_logits_of_the_never_serialised_cache(model: Any) -> None:
+    """Others branch off wherever a prefix can end, twice: what is attached is not changed."""
+    async with open_cache(model) as cache:
+        poison(cache.pools)
+        runner = TransformersRunner(model, cache.pools)
+        reference = await publish(cache, runner)
+        for boundary in boundaries(cache):
+            for seed in (1, 2):
+                tokens = KNOWN[:boundary] + random_tokens(37, seed=boundary * seed)
+                assert await goes_on(cache, runner, reference, tokens) == boundary
+        cache.check_integrity()
+        assert cache.outstanding() == []
+
+
+async def test_what_is_left_after_an_eviction_gives_the_same_logits(model: Any) -> None:
+    """Of each component alone, one id after the other, the deepest first: the prefix becomes
+    shorter, and its end is right every time."""
+    tokens = KNOWN[:96] + random_tokens(5, seed=9)
+    async with open_cache(model) as cache:
+        poison(cache.pools)
+        runner = TransformersRunner(model, cache.pools)
+        for component in [part.id for part in cache.tree.components]:
+            cache.reset()
+            reference = await publish(cache, runner)
+            reused = [96]
+            while reused[-1]:
+                for boundary in boundaries(cache)[::-1]:  # the shallowest is used last
+                    async with cache.lease([*KNOWN[:boundary], 3]):
+                        pass
+                free = cache.available_size(component)
+                await cache.evict(EvictParams(num_pages={component: free + 1}))
+                assert cache.available_size(component) > free
+                reused.append(await goes_on(cache, runner, reference, tokens))
+            assert reused == sorted(reused, reverse=True)
+            assert len(set(reused)) > 2
+            cache.check_integrity()
+
+
+async def test_one_flipped_byte_of_any_pool_shows(model: Any) -> None:
+    """The control: with one wrong byte the comparison fails, wherever the byte is."""
+    tokens = [*KNOWN[:80], 11]
+    async with open_cache(model) as cache:
+        runner = TransformersRunner(model, cache.pools)
+        reference = await publish(cache, runner)
+        for spec in cache.pools.specs:
+            for layer in spec.layers:
+                byte = await sign_of_the_largest(cache, spec, layer, tokens)
+                byte ^= 0x80
+                with pytest.raises(AssertionError):
+                    await goes_on(cache, runner, reference, tokens)
+                byte ^= 0x80
+        assert await goes_on(cache, runner, reference, tokens) == 80
+
+
+async def sign_of_the_largest(cache: Any, spec: Any, layer: int, tokens: list[int]) -> torch.Tensor:
+    """A byte of a number that matters for what follows these tokens: of a convolution, the oldest
+    input does not."""
+    async with cache.lease(tokens) as lease:
+        page = int(lease.pages[spec.component][lease.prefix_len // PAGE_SIZE - 1])
+    last = cache.pools.pages(spec.name, layer)[page][..., -1:]
+    at = torch.unravel_index(last.abs().argmax(), last.shape[:-1])
+    return last[at].view(torch.uint8)[-1:]
+
+
+@pytest.mark.parametrize("model", WINDOWS[1:], indirect=True)
+async def test_a_window_that_is_not_all_there_shows(model: Any) -> None:
+    """The control: a page of the window that holds something else, or is not named at all."""
+    tokens = [*KNOWN[:80], 11, 12, 13]
+    async with open_cache(model) as cache:
+        runner = TransformersRunner(model, cache.pools)
+        reference = await publish(cache, runner)
+        async with cache.lease(tokens) as lease:
+            pages = lease.pages["swa"].copy()
+        kept = cache.pools.pages("swa.v", 0)[pages[4]].clone()
+        cache.pools.pages("swa.v", 0)[pages[4]] = 0
+        with pytest.raises(AssertionError):
+            await goes_on(cache, runner, reference, tokens)
+        cache.pools.pages("swa.v", 0)[pages[4]] = kept
+        assert await goes_on(cache, runner, reference, tokens) == 80
+        async with cache.lease(tokens) as lease:
+            chunk = await lease.next_chunk(16)
+            lease.table.ids[1][4] = -1
+            with pytest.raises(IntegrityError, match=r"swa \[\d+, 80\)"):
+                await lease.run(runner, chunk)
+
+
+@pytest.mark.parametrize("model", STATES, indirect=True)
+async def test_the_state_of_another_depth_shows(model: Any) -> None:
+    """The control: the state 32 tokens before the prefix's end is not the one at its end."""
+    async with open_cache(model) as cache:
+        runner = TransformersRunner(model, cache.pools)
+        reference = await publish(cache, runner)
+        states = []
+        for depth in (48, 80):
+            async with cache.lease([*KNOWN[:depth], 11]) as lease:
+                assert lease.prefix_len == depth
+                states.append(int(lease.pages["mamba"][depth // PAGE_SIZE - 1]))
+        cache.pools.copy_page("mamba", *states)
+        tokens = [*KNOWN[:80], 11, 12, 13]
+        with pytest.raises(AssertionError):
+            await goes_on(cache, runner, reference, tokens)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [(name, torch.bfloat16) for name in ("gpt_oss", "qwen3_next", "zamba2")],
+    indirect=True,
+    ids=lambda param: param[0],
+)
+async def test_bfloat16(model: Any) -> None:
+    """What a recurrence sums up stays float32."""
+    async with open_cache(model) as cache:
+        poison(cache.pools)
+        runner = TransformersRunner(model, cache.pools)
+        reference = await publish(cache, runner)
+        for boundary in boundaries(cache):
+            tokens = KNOWN[:boundary] + random_tokens(37, seed=boundary)
+            assert await goes_on(cache, runner, reference, tokens) == boundary
+
+
+@pytest.mark.parametrize("model", ["gemma3", "bamba", "jamba"], indirect=True)
+async def test_generate_says_the_same_with_and_without_reuse(model: Any) -> None:
+    async with open_cache(model) as cache:
+        poison(cache.pools)
+        runner = TransformersRunner(model, cache.pools)
+        said, hits = [], []
+        for _ in range(3):
+            stream = generate(
+                cache,
+                runner,
+                PROMPT,
+                20,
+                chunk_tokens=32,
+                on_lease=lambda lease: hits.append(lease.prefix_len),
+            )
+            said.append([token async for token in stream])
+        assert said[0] == said[1] == said[2]
+        assert hits == [0, 80, 80]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, Final
 from unittest import mock
@@ -12,9 +13,11 @@ from unittest import mock
 from tests.lease_helpers import P, Rig, rig
 from tiered_cache import RadixKey, build
 from tiered_cache.config import schema
+from tiered_cache.observe import Event, EventKind
 from tiered_cache.storage.backend import SCOPE_BYTES, ObjectKey, StorageBackend
 from tiered_cache.testing.faulty_backend import Fault, FaultyBackend
 from tiered_cache.testing.loop import DeterministicLoop, SeededExecutor
+from tiered_cache.types import Tier
 from tiered_cache_memory import MemoryBackend
 
 MODEL: Final = {
@@ -136,3 +139,37 @@ async def prefetched(r: Rig, tokens: Any, **options: Any) -> int:
     """How much of a prompt device and host have after a prefetch."""
     with r.cache.prefetch(tokens) as handle:
         return await handle.wait(**options)
+
+
+class Told:
+    """An observer that keeps a model of all tiers by page keys, from events alone.
+
+    Attributes:
+        tree: of the cache that it observes; set it when that is open.
+        met: how often what was told.
+    """
+
+    def __init__(self) -> None:
+        self.tree: Any = None
+        self.model: dict[Tier, set[bytes]] = {tier: set() for tier in Tier}
+        self.faults: list[str] = []
+        self.met: Counter[str] = Counter()
+
+    def on_event(self, event: Event) -> None:
+        if event.kind is EventKind.CLEARED:
+            self.model |= {Tier.DEVICE: set(), Tier.HOST: set()}
+        elif event.kind is EventKind.FORGOTTEN:
+            self.model[event.tier] = set()
+        if event.node is None:
+            self.met[event.kind.value] += 1
+            return
+        self.met[f"{event.kind.value} {event.tier.value}"] += 1
+        keys, has = set(self.tree.page_keys(event.node)), self.model[event.tier]
+        if event.kind is EventKind.STORED:
+            if event.tier is not Tier.STORAGE and keys & has:
+                self.faults.append(f"{event.node!r} was stored on the {event.tier.value} twice")
+            has |= keys
+        else:
+            if not keys <= has:
+                self.faults.append(f"{event.node!r} was removed from {event.tier.value} unstored")
+            has -= keys

@@ -46,7 +46,10 @@ from tiered_cache_memory import MemoryBackend
 NEVER: Final = {
     "admission.py AdmissionQueue.admit: async with asyncio.timeout(timeout)": "sets a timer",
     "controller.py HybridCacheController.aclose: async with asyncio.timeout(limit)": "sets a timer",
-    "prefix_load.py PrefixLoad.bring: async with asyncio.timeout(timeout)": "sets a timer",
+    "prefix_load.py PrefixLoad.bring: async with asyncio.timeout(timeout) as self._waits": "sets a "
+    "timer",
+    "joint.py JointGrant._admit_after: async with asyncio.timeout(0 if until and until.is_over "
+    "else None) as waits": "(same)",
     "prefetch.py Prefetches.wait: async with asyncio.timeout_at(min(ends, default=None))": "(same)",
     "storage_tier.py StorageTier._connect: async with asyncio.timeout(settings.timeout)": "(same)",
     "storage/wrappers.py Wrapper.register_memory: await self._inner.register_memory(view)": "part "
@@ -514,14 +517,18 @@ async def a_cache_closed_while_it_makes_its_host_memory_ready() -> AsyncIterator
 
 
 class SlowRanks:
-    """Another rank that takes its time."""
+    """Other ranks that take their time, and have what this one has. Rank 0 ends nothing early."""
 
     is_alone = False
-    rank = 0
-    world_size = 1
+    world_size = 2
 
-    async def agree(self, _: str, boundaries: Collection[int]) -> Collection[int]:
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = rank
+
+    async def agree(self, tag: str, boundaries: Collection[int]) -> Collection[int]:
         await turns(3)
+        if self.rank and "over" in tag:
+            await asyncio.Event().wait()
         return boundaries
 
 
@@ -530,6 +537,59 @@ async def a_request_of_several_ranks() -> AsyncIterator[Work]:
     """It holds nothing while they agree."""
     async with stage(ranks=SlowRanks()) as s:
         yield s.serve(seq("A", 9))
+
+
+@scenario
+async def a_request_of_several_ranks_that_waits_for_admission() -> AsyncIterator[Work]:
+    """Whoever stands behind it gets in, though they are admitted one after the other."""
+    async with a_full_stage_of_rank(0) as s:
+        yield s.serve(seq("A", 9), timeout=1000)
+
+
+@scenario
+async def a_request_that_waits_for_admission_after_rank_0() -> AsyncIterator[Work]:
+    """Likewise, where rank 0 has admitted it."""
+    async with a_full_stage_of_rank(1) as s:
+        yield s.serve(seq("A", 9), timeout=1000)
+
+
+@contextlib.asynccontextmanager
+async def a_full_stage_of_rank(rank: int) -> AsyncIterator[Stage]:
+    """For some turns; then there is somebody else, too."""
+    async with stage(pages=8, ranks=SlowRanks(rank)) as s:
+        holder = await s.lease(seq("Z", 30))
+        in_turns(40, holder.close)
+        in_turns(12, lambda: s.other(s.serve(seq("B", 9))))
+        yield s
+        await turns(50)
+
+
+@scenario
+async def a_request_of_several_ranks_with_a_load() -> AsyncIterator[Work]:
+    """They agree once more when it has come."""
+    async with stage_with_a_on_the_host(ranks=SlowRanks()) as s:
+        yield s.serve(seq("A", 25), load_timeout=1000)
+
+
+@scenario
+async def a_request_of_several_ranks_that_waits_for_anothers_run() -> AsyncIterator[Work]:
+    """The other publishes, and its pages are found."""
+    async with stage(slow=True, ranks=SlowRanks()) as s:
+        s.other(s.serve(seq("A", 9)))
+        await s.until_runs()
+        yield s.serve(seq("A", 9))
+        await asyncio.gather(*s.others)
+        assert s.hit(seq("A", 9)) == 8
+
+
+@in_any_turn
+async def a_cache_closed_while_ranks_agree() -> AsyncIterator[Work]:
+    """Nobody waits for an answer after its end."""
+    async with stage(ranks=SlowRanks()) as s:
+        lease = await s.lease(seq("A", 9))
+        yield turns(4)
+        lease.close()
+        await s.cache.aclose(0)
 
 
 # --- three tiers ----------------------------------------------------------------------------------
@@ -632,12 +692,28 @@ async def a_prefetch_of_what_follows_is_given_up() -> AsyncIterator[Work]:
             yield turns(40)
 
 
+@scenario
+async def a_request_of_several_ranks_whose_prefix_storage_has() -> AsyncIterator[Work]:
+    """Nobody waits for an answer that does not come."""
+    async with storage_stage(ranks=SlowRanks()) as (s, store):
+        make_slow(store)
+        yield s.serve([*A, 1])
+
+
 @in_any_turn
 async def a_prefetch_of_several_ranks_that_is_given_up() -> AsyncIterator[Work]:
     """While they agree, or before, or after."""
     async with storage_stage(ranks=SlowRanks()) as (s, _):
         with s.cache.prefetch(A):
-            yield turns(16)
+            yield turns(30)
+
+
+@in_any_turn
+async def a_prefetch_after_rank_0_that_is_given_up() -> AsyncIterator[Work]:
+    """Likewise; and nobody listens any more whether rank 0 ends it."""
+    async with storage_stage(ranks=SlowRanks(1)) as (s, _):
+        with s.cache.prefetch(A):
+            yield turns(30)
 
 
 @scenario

@@ -14,14 +14,27 @@ from tiered_cache.types import ComponentId
 
 FULL = ComponentId("full")
 CONFIGS = Path(__file__).parents[1] / "configs"
+SWA, MAMBA = ComponentId("swa"), ComponentId("mamba")
 BYTES_PER_TOKEN = {
     "device_only.yaml": 131_072,
     "demo.yaml": 46_080,
     "file.yaml": 46_080,
     "host.yaml": 46_080,
+    "mamba.yaml": 24_576,
+    "mamba_swa.yaml": 3_840,
     "mla.yaml": 71_424,
     "redis.yaml": 131_072,
+    "swa.yaml": 3_072,
 }
+"""Of the first component."""
+
+BYTES_PER_ID = {
+    ("swa.yaml", SWA): 16 * 15_360,
+    ("mamba.yaml", MAMBA): 77_856_768,
+    ("mamba_swa.yaml", SWA): 32 * 17_920,
+    ("mamba_swa.yaml", MAMBA): 7_372_800,
+}
+"""Of all other components."""
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
@@ -31,8 +44,10 @@ def test_it_loads_without_a_warning(path: Path) -> None:
     sizing = size_stack(config)
     assert sizing.num_pages is not None
     assert list(warnings(config, sizing)) == []
-    total = sum(pool.page_bytes for pool in sizing.stack.pools)
-    assert total / config.page_size == BYTES_PER_TOKEN[path.name]
+    first, *others = (part.id for part in sizing.stack.components)
+    assert sizing.page_bytes(first) / config.page_size == BYTES_PER_TOKEN[path.name]
+    for component in others:
+        assert sizing.page_bytes(component) == BYTES_PER_ID[path.name, component]
     assert (storage_parts(config, sizing) is None) == (config.storage is None)
 
 

@@ -15,6 +15,7 @@ SAID = {
     "serving_loop_redis.py": "written, 0 read\nmachine B:\ntokens from storage 96, the model 4",
     "batch_step.py": "same tokens as one by one",
     "custom_backend.py": "8 rows read after a restart, 0 wrong",
+    "custom_component.py": "with the sink: 96 of 96 tokens\nwithout the sink: 0 of 96",
     "host_tier.py": "tokens from the device 0, the host 96, the model 4",
 }
 """Each example, and words of its output that only appear when it did its work."""

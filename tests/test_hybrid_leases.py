@@ -6,10 +6,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from typing import Any
 
 import pytest
 
-from tests.hybrid_helpers import GRID, STACKS, WINDOW, P, hybrid_rig
+from tests.hybrid_helpers import GRID, STACKS, P, hybrid_rig
 from tests.lease_helpers import Rig, seq
 
 pytestmark = pytest.mark.parametrize("stack", STACKS)
@@ -33,12 +34,41 @@ async def test_a_prompt_in_chunks_and_its_answer(stack: str) -> None:
         assert reused >= 45 - GRID - P
 
 
+async def test_what_the_device_gives_up_comes_back_from_the_host(stack: str) -> None:
+    """All that a boundary needs, and nothing else: a window, a state."""
+    async with hybrid_rig(stack, 32, host={"tokens": 400}) as r:
+        for name in "ABC":
+            await r.serve(seq(name, 50))
+            await r.cache.drain()
+        r.check()
+        before = r.counters.tokens_hit_host
+        for name in "ABCABC":
+            r.spoil_free_pages()
+            reused = await r.serve([*seq(name, 50), 1])
+            assert reused >= 50 - GRID - P
+            await r.cache.drain()
+            r.check()
+        assert r.counters.tokens_hit_host - before >= 4 * 40
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+@pytest.mark.parametrize("seed", range(8))
+async def test_the_same_over_two_tiers(stack: str, seed: int, policy: str) -> None:
+    host = {"tokens": random.Random(seed).choice([80, 400]), "write_policy": policy}
+    r = await many_requests(stack, f"two {policy} {seed}", host=host)
+    assert r.counters.pages_stored > 0 or policy == "write_back"  # which may have had room
+
+
 @pytest.mark.parametrize("seed", range(12))
 async def test_many_requests_in_random_order(stack: str, seed: int) -> None:
     """Shared prefixes, small pools, runs that fail or are cancelled, leases that are dropped."""
+    await many_requests(stack, seed)
+
+
+async def many_requests(stack: str, seed: object, **sections: Any) -> Rig:
     chance = random.Random(f"{stack} {seed}")
     trunks = [seq(name, 64) for name in "ABC"]
-    async with hybrid_rig(stack, chance.choice([30, 60])) as r:
+    async with hybrid_rig(stack, chance.choice([30, 60]), **sections) as r:
 
         async def request() -> None:
             trunk = chance.choice(trunks)[: chance.randrange(1, 60)]
@@ -74,4 +104,4 @@ async def test_many_requests_in_random_order(stack: str, seed: int) -> None:
             r.spoil_free_pages()
         await r.cache.drain()
         assert r.cache.outstanding() == []
-        assert WINDOW
+        return r

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.lease_helpers import P, Rig, seq, settings
-from tiered_cache import CapacityError, EvictParams, UnifiedRadixCache
+from tests.lease_helpers import P, Rig, seq, settings, start, turns
+from tests.storage_helpers import keep, three_tiers
+from tiered_cache import CapacityError, ClosedError, EvictParams, UnifiedRadixCache
+from tiered_cache.ranks import SingleRank
 
 
 class Meeting:
@@ -92,3 +94,27 @@ async def test_a_chunk_that_one_rank_has_no_room_for_is_refused_on_all() -> None
         assert [type(result) for result in results] == [CapacityError, CapacityError]
         for lease in leases:
             lease.close()
+
+
+async def test_alone_nothing_is_asked() -> None:
+    """Neither by leases nor by prefetches."""
+
+    class Alone(SingleRank):
+        async def agree(self, tag: str, boundaries: Collection[int]) -> Collection[int]:
+            raise AssertionError(tag)
+
+    async with three_tiers(options={"ranks": Alone()}) as (r, _):
+        await keep(r, seq("A", 32))
+        with r.cache.prefetch(seq("A", 32)) as handle:
+            assert await handle.wait() == 32
+        assert await r.serve(seq("A", 40)) == 32
+
+
+async def test_who_waits_for_an_answer_when_the_cache_closes() -> None:
+    """Is told that; and the close does not wait longer than it may."""
+    async with UnifiedRadixCache.open(settings(), ranks=Rank(Meeting(2))) as cache:
+        waiting = start(cache.acquire(seq("A", 9)))
+        await turns()
+        await cache.aclose(0.01)
+        with pytest.raises(ClosedError):
+            await waiting

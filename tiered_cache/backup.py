@@ -135,7 +135,7 @@ class Backups:
                 while await self._write_some(boundary, is_first=is_first):
                     is_first = False
             except StaleError:
-                pass  # evicted meanwhile, or a reset
+                pass  # evicted meanwhile, a reset, or storage was cleared
             except BackendError:
                 self._counters.backups_failed += 1
             self._changed()
@@ -154,16 +154,21 @@ class Backups:
             return False
         start, end = part
         receipt = tree.inc_host_lock_ref(end, start)
+        clears = self._io.num_clears
         call: StorageCall | None = None
         try:
             above = 0 if is_first else start
             keys = await self._page_keys(end, above)
-            missing = await self._missing(keys, (start - above) // self._page_size)
+            first = (start - above) // self._page_size
+            missing = await self._missing(keys, first)
+            self._check(receipt, clears)
+            if missing and missing[0] < first:  # it was believed to be there
+                lost = tree.forget_path_stored(end, above + missing[0] * self._page_size)
+                self._host.take_back(lost)
+                return False  # the next use begins with it: a full store would never come to rest
             if missing and not self._writes:
                 return False
-            self._check(receipt)
             if missing:
-                first = (start - above) // self._page_size
                 ids = self._rows(end, start)[[at - first for at in missing]]
                 call = self._write(receipt, start, [keys[at] for at in missing], ids)
         finally:
@@ -214,7 +219,7 @@ class Backups:
         return tree.keys_of(end, start)
 
     async def _missing(self, keys: Sequence[bytes], first: int) -> list[int]:
-        """Which of these pages, from `first` on, storage lacks; what it has wrong is deleted first,
+        """Which of these pages storage lacks; what it has wrong, from `first` on, is deleted first,
         for some keep what they have."""
         there = await self._io.contains(BASE, keys)
         wrong = [key for key in keys[first:] if self._io.is_suspect(key)]
@@ -223,7 +228,7 @@ class Backups:
         return [
             at
             for at, (key, is_there) in enumerate(zip(keys, there, strict=True))
-            if at >= first and (not is_there or self._io.is_suspect(key))
+            if not is_there or self._io.is_suspect(key)
         ]
 
     def _rows(self, end: Boundary, start: int) -> PageIds:
@@ -238,9 +243,11 @@ class Backups:
             node = node.parent
         return join(parts[::-1])
 
-    def _check(self, receipt: Receipt) -> None:
+    def _check(self, receipt: Receipt, clears: int) -> None:
         if receipt.epoch != self._tree.epoch:
             raise StaleError("the cache was reset")
+        if clears != self._io.num_clears:
+            raise StaleError("storage was cleared")
 
     def _write(
         self, receipt: Receipt, start: int, page_keys: Sequence[bytes], ids: PageIds
@@ -252,7 +259,8 @@ class Backups:
                 self._host.give_back_stale(self._host.only(BASE, call.ids))
                 return
             self._count(call, page_keys)
-            if call.results and call.num_good == len(ids):
+            is_there = call.clears == self._io.num_clears
+            if is_there and call.results and call.num_good == len(ids):
                 self._believe(receipt.node, start)
             self._tree.let_go(receipt)
             self._changed()

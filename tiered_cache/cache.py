@@ -186,6 +186,10 @@ class UnifiedRadixCache:
         """
         lease.check_fits()
         controller = self._controller
+        joint = controller.join(f"lease {lease.id}")
+        if joint is not None:
+            await lease.grant_on_all(joint, timeout, load_timeout)
+            return
         began = controller.now() if timeout is not None else 0.0
         left = timeout
         place = controller.admission.take_place() if controller.storage is not None else None
@@ -196,8 +200,6 @@ class UnifiedRadixCache:
                     await lease.prefetch(limit, left)  # storage → host
                     if timeout is not None:
                         left = max(0.0, timeout - (controller.now() - began))
-                if not controller.ranks.is_alone:
-                    limit = await lease.agree_on_reusable()
                 if not lease.admit_now(limit):  # match → hold
                     await lease.admit(limit, left, place)
                 if not lease.may_be_longer:

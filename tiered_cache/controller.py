@@ -31,6 +31,7 @@ from tiered_cache.layers import LayerWaits
 from tiered_cache.lent import LentPages
 from tiered_cache.observe import Event, EventKind, Observers
 from tiered_cache.pins import Pins
+from tiered_cache.ranks import UNLIMITED, Operation
 from tiered_cache.runs import Runs
 from tiered_cache.stats import CacheStats, Counters
 from tiered_cache.storage_io import ThreadContext, num_spare_cores
@@ -188,6 +189,9 @@ class HybridCacheController:
         self._host = host
         self._executors = executors
         self._lease_ids = itertools.count(1)
+        self._prefetch_numbers = itertools.count(1)
+        # What rank 0 is admitting on all ranks: one after the other, so they have one order.
+        self.turn: Operation | None = None
         # Open leases are held weakly, so that a forgotten one is noticed. Closed ones that a run
         # still touches and forgotten ones are held until their pages have gone home.
         self._leases: dict[int, weakref.ref[Lease]] = {}
@@ -288,7 +292,7 @@ class HybridCacheController:
             ThreadContext(io, threads, self._given_up, num_busy),
             self.observers,
             self._supervisor.spawn,
-            self._agree_on_prefetch,
+            self.join,
             self.calmed,
         )
         tier = StorageTier(parts, around)
@@ -322,11 +326,6 @@ class HybridCacheController:
     def _gone(self, tier: StorageTier) -> None:
         self._detached.remove(tier)
         self.calmed()
-
-    async def _agree_on_prefetch(self, tag: str, num_tokens: int) -> int:
-        if self.ranks.is_alone:
-            return num_tokens
-        return await self.agree(tag, num_tokens, num_tokens)
 
     def _note_backup(self, boundary: Boundary) -> None:
         """A prefix was used, or has come to the host."""
@@ -602,12 +601,28 @@ class HybridCacheController:
             self.reset()
         self.fences.lift(fence)
 
-    async def agree(self, tag: str, limit: int, reach: int) -> int:
-        """How much of `limit` tokens every rank can offer, of which this one can offer `reach`."""
-        offers = range(0, reach + 1, self.page_size)
-        agreed = await self.ranks.agree(tag, offers)
-        self.check()
-        return min(limit, max(agreed, default=0))
+    # --- other ranks ------------------------------------------------------------------------------
+
+    def join(self, name: str | None = None, num_questions: int = UNLIMITED) -> Operation | None:
+        """What is done together with the other ranks, if there are any. Without a name it is known
+        by the order of asking."""
+        if self.ranks.is_alone:
+            return None
+        if name is None:
+            name = f"prefetch {next(self._prefetch_numbers)}"
+        return Operation(
+            self.ranks,
+            name,
+            self._supervisor.spawn,
+            num_questions=num_questions,
+            on_end=self.end_turn,
+        )
+
+    def end_turn(self, operation: Operation) -> None:
+        """Its lease is admitted on all ranks, or on none."""
+        if self.turn is operation:
+            self.turn = None
+            self.admission.look_again()
 
     # --- life cycle -------------------------------------------------------------------------------
 

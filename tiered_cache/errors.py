@@ -87,6 +87,11 @@ class AdmissionTimeout(TieredCacheError, TimeoutError):
     request."""
 
 
+class RanksError(TieredCacheError):
+    """Another rank of the model has given up, or ranks cannot talk: what they were doing together
+    has ended on all of them. Close the lease, and try again on all."""
+
+
 # --- Compute again --------------------------------------------------------------------------------
 
 

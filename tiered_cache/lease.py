@@ -22,20 +22,22 @@ import asyncio
 import sys
 import warnings
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from tiered_cache.chunk import Chunk, find_chunks
-from tiered_cache.errors import ClosedError, StaleError
+from tiered_cache.errors import CapacityError, ClosedError, RanksError, StaleError
+from tiered_cache.joint import JointGrant
 from tiered_cache.keys import check_token
 from tiered_cache.layers import NO_LOADS
-from tiered_cache.lease_parts import StatePart, WindowPart, make_parts
+from tiered_cache.lease_parts import LeaseParts
 from tiered_cache.page_table import PageTable
 from tiered_cache.prefix_load import PrefixLoad
 from tiered_cache.publish import publish
+from tiered_cache.ranks import EQUAL
 from tiered_cache.tree.node import BASE
 from tiered_cache.types import NO_PAGE, Boundary, Hits, MatchPrefixParams, whole_number
 
@@ -46,13 +48,17 @@ if TYPE_CHECKING:
     from tiered_cache.fences import Fence
     from tiered_cache.keys import RadixKey
     from tiered_cache.layers import LayerWaits
-    from tiered_cache.lease_parts import LeasePart, StateCopy
+    from tiered_cache.lease_parts import StateCopy
     from tiered_cache.prefetch import PrefetchHandle
-    from tiered_cache.transfers import Transfer
+    from tiered_cache.ranks import Operation
     from tiered_cache.tree.locks import Receipt
     from tiered_cache.types import PageIds
 
 T = TypeVar("T")
+
+HAS_PAGES: Final = 1
+IS_CLEAR: Final = 2
+"""Marks that ranks offer: there are pages for a chunk, and nobody else is computing it."""
 
 
 class Lease:
@@ -80,6 +86,7 @@ class Lease:
         "_deferred",
         "_fences",
         "_full_hit_length",
+        "_joint",
         "_layerwise",
         "_load",
         "_not_fetched",
@@ -127,7 +134,9 @@ class Lease:
         self.layers = NO_LOADS
         self.epoch = -1
         self.granted_at = 0.0
-        self._layerwise = layerwise
+        # Other ranks' loads end at other times, and may end otherwise: the grant waits for them.
+        self._layerwise = layerwise and controller.ranks.is_alone
+        self._joint: Operation | None = None  # what it does with other ranks, until its end
         self._rollback = rollback
         self._controller = controller
         self._page_size = controller.page_size
@@ -161,9 +170,10 @@ class Lease:
         self._retired: Sequence[tuple[PageIds, ...]] = ()
         # Without entries until admission has looked: a reserve that can never fit costs no memory.
         self.table = PageTable(len(controller.tree.components), self._page_size)
-        self._parts: Sequence[LeasePart] = ()
+        self._parts: LeaseParts | None = None
         if controller.sparse:
-            self._parts = make_parts(controller.sparse, self.table, controller.accounts)
+            given = controller.sparse, self.table, controller.accounts
+            self._parts = LeaseParts(*given, self._admitted_pages)
 
     # --- grant ------------------------------------------------------------------------------------
 
@@ -173,9 +183,9 @@ class Lease:
         controller.check()
         if self._admitted_pages > controller.accounts.capacity:
             controller.check_fits(BASE, self._admitted_pages, self._admitted_len)
-        for part in self._parts:
-            footprint = part.footprint(self._admitted_pages)
-            controller.check_fits(part.index, footprint, self._admitted_len)
+        if self._parts is not None:
+            for index, footprint in self._parts.footprints():
+                controller.check_fits(index, footprint, self._admitted_len)
         self.table.make_room(self._admitted_pages)
 
     @property
@@ -183,11 +193,19 @@ class Lease:
         """Tokens that may be reused: at least one is always computed (semantics §11.2)."""
         return self.prompt_len - 1 if self._controller.enabled else 0
 
-    async def agree_on_reusable(self) -> int:
-        """`reusable`, as far as every rank has it on some tier."""
-        controller, limit = self._controller, self.reusable
-        match = controller.tree.match_prefix(MatchPrefixParams(self.key, limit))
-        return await controller.agree(f"grant {self.id}", limit, match.best_length)
+    async def grant_on_all(
+        self, operation: Operation, timeout: float | None, load_timeout: float | None
+    ) -> None:
+        """The way to its prefix, where several ranks must come to the same; see `JointGrant`."""
+        self._joint = operation
+        try:
+            await JointGrant(self, self._controller, operation).run(timeout, load_timeout)
+        except BaseException:
+            operation.give_up()
+            self.close()
+            raise
+        finally:
+            self.end_prefetch()
 
     async def prefetch(self, limit: int, timeout: float | None) -> None:
         """Have storage bring to the host what is missing of the first `limit` tokens, as long as
@@ -197,11 +215,11 @@ class Lease:
             return
         match = self._controller.tree.match_prefix(MatchPrefixParams(self.key, limit))
         missing = limit - limit % self._page_size - match.best_length
-        # Where there are several ranks, all of them ask, or none: another may have less.
+        # Where there are several ranks, all of them ask: another may have less.
         if self._controller.ranks.is_alone and not storage.prefetches.is_worth(missing):
             return
         self._storage_from = match.best_length
-        name = f"lease {self.id}"
+        name = f"prefetch of lease {self.id}"
         self._prefetch = storage.prefetches.start(self.key, limit, name=name)
         self._storage_to = await self._prefetch.wait(timeout=timeout)
         self._controller.check()
@@ -219,11 +237,11 @@ class Lease:
     def admit_now(self, limit: int) -> bool:
         """If there is a place and nobody ahead, hold what the device has of the first `limit`
         tokens."""
-        return self._controller.admission.admit_now(partial(self._try_grant, limit))
+        return self._controller.admission.admit_now(partial(self.try_grant, limit))
 
     async def admit(self, limit: int, timeout: float | None, place: int | None) -> None:
         """`admit_now`, in the very step in which there is a place."""
-        controller, attempt = self._controller, partial(self._try_grant, limit)
+        controller, attempt = self._controller, partial(self.try_grant, limit)
         await controller.admission.admit(attempt, timeout, controller.check, place)
 
     @property
@@ -234,15 +252,23 @@ class Lease:
     async def load_back(self, limit: int, timeout: float | None) -> None:
         """Bring what the host has of the first `limit` tokens; less, if it does not come."""
         self._load = PrefixLoad(self, self._controller)
-        await self._load.bring(limit, timeout, layerwise=self._layerwise)
+        # A window or a state is for all its layers at once.
+        layerwise = self._layerwise and self._parts is None
+        await self._load.bring(limit, timeout, layerwise=layerwise)
         self._controller.check()  # the cache may have been closed meanwhile
+
+    def load_no_longer(self) -> None:
+        """Be content with what has come."""
+        if self._load is not None:
+            self._load.wait_no_longer()
 
     @property
     def is_stale(self) -> bool:
         """Whether a `reset()` came since it was admitted."""
         return self.epoch != self._controller.epoch
 
-    def _try_grant(self, limit: int) -> bool:
+    def try_grant(self, limit: int) -> bool:
+        """If there is room, hold what the device has of the first `limit` tokens."""
         controller, tree = self._controller, self._controller.tree
         match = tree.match_prefix(MatchPrefixParams(self.key, limit))
         self._seen = tree.growth
@@ -251,9 +277,9 @@ class Lease:
         if controller.transfers is not None and controller.waits_for_copies(need):
             return False
         room = controller.accounts.room_beside(need)
-        for part in self._parts:
-            footprint = part.footprint(self._admitted_pages)
-            room[part.index] = controller.accounts.spare(part.index) - footprint
+        if self._parts is not None:
+            for index, footprint in self._parts.footprints():
+                room[index] = controller.accounts.spare(index) - footprint
         held = tree.try_hold(boundary, room)
         if held is None:
             return False
@@ -267,8 +293,8 @@ class Lease:
         self.epoch = controller.epoch
         self._promised = self._admitted_pages - self.table.num_pages
         controller.accounts.promise(self._promised)
-        if self._parts:
-            self._settle_parts()
+        if self._parts is not None:
+            self._parts.settle()
         controller.granted(self)
         return True
 
@@ -283,45 +309,36 @@ class Lease:
         if depth > self._computed:
             self._reused += depth - self._computed
             self._computed = depth
-            for part in self._parts:
-                self._free(part.index, part.taken_over(depth))
+            if self._parts is not None:
+                self._parts.taken_over(depth)
         self.committed = depth
-        self._hold_parts()
-
-    def _hold_parts(self) -> None:
-        """What the table names of the tree is what the receipt holds."""
-        receipt = self.receipt
-        assert receipt is not None, "granted leases hold a receipt"
-        for part in self._parts:
-            part.held(receipt)
-
-    def _free(self, index: int, ids: PageIds) -> None:
-        """Own ids of one component go home."""
-        if len(ids):
-            self._controller.accounts.allocators[index].free(ids)
+        if self._parts is not None:
+            assert self.receipt is not None, "granted leases hold a receipt"
+            self._parts.held(self.receipt)
 
     def start_over(self) -> None:
-        """What it was admitted with is gone (a reset): it is as it was before."""
-        self.close()
+        """What it was admitted with is gone (a reset), or less on another rank: it is as it was
+        before."""
+        self._close()
         self.prefix_len = self.committed = self._computed = self._promised = 0
         self._reused = self._reused_host = self._reused_storage = 0
         self._storage_from, self._storage_to = sys.maxsize, 0
         self._load = None
         self.table.cut(0)
-        for part in self._parts:
-            part.drop()
+        if self._parts is not None:
+            self._parts.drop()
 
     # --- load (for `PrefixLoad`) ------------------------------------------------------------------
 
-    def go_on_from(self, load: Transfer, limit: int | None) -> None:
-        """A load has made a longer prefix visible, up to `limit` tokens of which are wanted."""
+    def go_on_from(self, first: int, last: int, limit: int | None) -> None:
+        """A load has made a longer prefix visible, up to `limit` tokens of which are wanted;
+        `[first, last)` of it have come from the host."""
         controller, tree, receipt = self._controller, self._controller.tree, self.receipt
         assert receipt is not None, "granted leases hold a receipt"
         boundary = tree.match_deeper(receipt, self.key, len(self) - 1 if limit is None else limit)
         if boundary is None:
             return
-        brought = load.start + load.num_committed * self._page_size
-        start, stop = max(self.committed, load.start), min(boundary.depth, brought)
+        start, stop = max(self.committed, first), min(boundary.depth, last)
         from_host = max(0, stop - start)
         gained = boundary.depth - self._computed
         if gained > 0:
@@ -440,6 +457,8 @@ class Lease:
         if max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
         controller = self._controller
+        if self._joint is not None:
+            return await self._next_chunk_on_all(self._joint, max_tokens)
         while True:
             self.check()
             start, length = self.frontier, self.key.num_tokens
@@ -448,10 +467,7 @@ class Lease:
             if self._load is not None and self._load.pages and not self._is_using_load:
                 await self._load.settled()
                 continue
-            if not controller.ranks.is_alone:
-                await self._agree_on_rematch()
-                start = self.frontier
-            elif controller.tree.growth != self._seen:
+            if controller.tree.growth != self._seen:
                 self.rematch(length - 1)
                 start = self.frontier
             claim = controller.claims.over(self.id, self.key, start)
@@ -459,60 +475,111 @@ class Lease:
                 break
             controller.counters.chunk_waits += 1
             await claim.released.wait()
-        stop = self._chunk_end(start, start + max_tokens)
-        if not controller.ranks.is_alone:
-            await self._agree_on_room(stop)
-        return self._hand_out(start, stop)
+        return self._hand_out(start, self._end_of_chunk(start, max_tokens))
 
-    def _chunk_end(self, start: int, stop: int) -> int:
-        """Where a chunk that may reach to `stop` ends (semantics §11.3)."""
-        length, grid = self.key.num_tokens, self._controller.grid
+    def _end_of_chunk(self, start: int, max_tokens: int) -> int:
+        """Where a chunk ends that may have so many tokens (semantics §11.3)."""
+        stop, length, grid = start + max_tokens, self.key.num_tokens, self._controller.grid
         if stop < length:
             whole = stop - stop % grid
             stop = whole if whole > start else stop
         else:
             stop = length
-        if self._parts:
+        if self._parts is not None:
             # Where a state has to stand, for those who come with the same prompt or a fork of it.
             for depth in (self._full_hit_length, self.prompt_len - 1):
                 depth -= depth % grid
                 if start < depth < stop:
                     stop = depth
-            stop = min(stop, max(start + 1, self._num_pages_to_come() * self._page_size))
+            num_pages = self.table.num_pages + self._parts.num_pages_to_come()
+            stop = min(stop, max(start + 1, num_pages * self._page_size))
         return stop
 
-    def _num_pages_to_come(self) -> int:
-        """Pages up to which the lease can compute now, for all that it is promised or is spare."""
-        accounts, used = self._controller.accounts, self.table.num_pages
-        per_page = [part for part in self._parts if isinstance(part, WindowPart)]
-        return used + min(
-            (
-                part.unspent(self._admitted_pages) + max(0, accounts.spare(part.index))
-                for part in per_page
-            ),
-            default=sys.maxsize // self._page_size - used,
-        )
+    async def _next_chunk_on_all(self, joint: Operation, max_tokens: int) -> Chunk | None:
+        """`next_chunk`, with the same answer on all ranks.
 
-    async def _agree_on_rematch(self) -> None:
-        """Go on from what others have published on all ranks."""
-        controller, receipt, limit = self._controller, self.receipt, len(self) - 1
+        Whatever one of them waits for, all wait for: who has nothing to wait for asks the next
+        question, which is answered when the others have come to it.
+
+        Raises:
+            RanksError: another rank has given up, or has computed something else.
+        """
+        try:
+            while True:
+                self.check()
+                if self.frontier >= self.key.num_tokens:
+                    return None
+                await self._agree_on_rematch(joint)
+                start = self.frontier
+                stop = self._end_of_chunk(start, max_tokens)
+                claim = self._controller.claims.over(self.id, self.key, start)
+                if await self._agree_on_pages(joint, stop, is_clear=claim is None):
+                    return self._hand_out(start, stop)
+                if claim is not None:
+                    self._controller.counters.chunk_waits += 1
+                    await claim.released.wait()
+        except CapacityError:
+            raise  # on all, and all can go on
+        except BaseException:
+            joint.give_up()
+            raise
+
+    async def _agree_on_rematch(self, joint: Operation) -> None:
+        """Go on from what others have published on all ranks; hold it here until all have said how
+        much that is."""
+        controller, size, frontier = self._controller, self._page_size, self.frontier
+        held = self._hold_deeper()
+        reach = frontier - frontier % size if held is None else held.depth
+        try:
+            agreed = await joint.agree([*range(0, reach + 1, size), EQUAL - frontier])
+            self.check()
+            if EQUAL - frontier not in agreed:
+                raise RanksError(f"{self!r}: another rank has not computed the same")
+            self.rematch(max(agreed))
+        finally:
+            if held is not None:
+                controller.tree.let_go(held)
+                controller.admission.look_again()
+
+    def _hold_deeper(self) -> Receipt | None:
+        """Hold what others have published beyond what this lease has computed, if it could go on
+        from there."""
+        controller, receipt = self._controller, self.receipt
         assert receipt is not None, "granted leases hold a receipt"
-        deeper = controller.tree.match_deeper(receipt, self.key, limit)
-        reach = deeper.depth if deeper is not None else receipt.depth
-        limit = await controller.agree(f"chunk {self.id} {self.frontier}", limit, reach)
-        self.check()
-        self.rematch(limit)
+        if self._num_runs or not controller.enabled:
+            return None
+        boundary = controller.tree.match_deeper(receipt, self.key, len(self) - 1)
+        if boundary is None or boundary.depth <= self._computed:
+            return None
+        spare, needed = controller.accounts.room_beside(0), controller.tree.would_protect(boundary)
+        if any(pages > room for pages, room in zip(needed, spare, strict=True)):
+            return None
+        return controller.tree.inc_lock_ref(boundary)
 
-    async def _agree_on_room(self, stop: int) -> None:
-        """Raise `CapacityError` on all ranks when one has no pages up to `stop`."""
-        controller = self._controller
-        beyond = self.pages_beyond_promise(stop)
-        has_room = min(controller.accounts.room_beside(beyond)) >= 0
-        agreed = await controller.ranks.agree(f"room {self.id} {stop}", [stop] if has_room else [])
+    async def _agree_on_pages(self, joint: Operation, stop: int, *, is_clear: bool) -> bool:
+        """Have pages up to `stop` on all ranks. False: go round again, for on some rank another
+        lease is computing the same.
+
+        Raises:
+            CapacityError: on all ranks, when one has no room.
+        """
+        had, num_pages = self.table.num_pages, -(-stop // self._page_size)
+        refused = None
+        try:
+            self._take_pages(num_pages)
+        except CapacityError as error:
+            refused = error
+        marks = (HAS_PAGES, refused is None), (IS_CLEAR, is_clear)
+        agreed = await joint.agree([mark for mark, is_true in marks if is_true])
         self.check()
-        if stop not in agreed:
-            controller.check_spare(beyond)
-            raise controller.no_room_elsewhere(beyond)
+        if HAS_PAGES not in agreed:
+            if had < self.table.num_pages:
+                self._give_back(self.table.cut(had))
+                self.settle_promise()
+                self._controller.admission.look_again()
+            missing = self.pages_beyond_promise(stop)
+            raise refused or self._controller.no_room_elsewhere(missing)
+        return IS_CLEAR in agreed
 
     def rematch(self, limit: int) -> None:
         """Go on from what others have published, if that is beyond what this lease has computed."""
@@ -616,20 +683,18 @@ class Lease:
             StaleError: the state that it begins with is not kept.
         """
         mine = [chunk.start for chunk in chunks if chunk.lease is self]
-        if not mine:
-            return []
-        copies = [copy for part in self._parts for copy in part.prepare_run(min(mine))]
-        self.settle_promise()
-        return copies
+        return self._parts.prepare_run(min(mine)) if mine and self._parts is not None else []
 
     def end_run(
         self, chunks: Sequence[Chunk], *, computed: bool, touched: bool | None = None
     ) -> None:
         """A run over `chunks` has really ended; whether it has computed them, and whether it has
-        begun to."""
+        begun to (None: it was not even prepared)."""
         self._num_runs -= 1
-        if self._parts and self.epoch == self._controller.epoch:
-            self._end_run_of_parts(chunks, computed=computed, touched=touched is not False)
+        if self._parts is not None and self.epoch == self._controller.epoch:
+            mine = [chunk.stop for chunk in chunks if chunk.lease is self]
+            if mine and touched is not None:
+                self._parts.run_ended(max(mine) if computed else -1, was_touched=touched)
         running = list(self._running)
         has_failed = self._load is not None and self._load.has_failed
         for chunk in chunks:
@@ -641,7 +706,7 @@ class Lease:
         if self._num_runs:
             return
         self._name_canonical()
-        if self._parts and self.epoch == self._controller.epoch:
+        if self._parts is not None and self.epoch == self._controller.epoch:
             self._go_back()
             self._leave_behind()
             self.settle_promise()
@@ -655,19 +720,10 @@ class Lease:
         if self._closed and not self._fences:
             self._end()
 
-    def _end_run_of_parts(self, chunks: Sequence[Chunk], *, computed: bool, touched: bool) -> None:
-        mine = [chunk.stop for chunk in chunks if chunk.lease is self]
-        if not mine:
-            return
-        depth = max(mine) if computed else -1
-        for part in self._parts:
-            self._free(part.index, part.run_ended(depth, was_touched=touched))
-
     def _go_back(self) -> None:
         """After a run that came to nothing: to where there is all that it takes to go on."""
-        depth = self._computed
-        for part in self._parts:
-            depth = min(depth, part.fallback(self._computed))
+        assert self._parts is not None, "the caller has looked"
+        depth = self._parts.fallback(self._computed)
         if depth < self._computed:
             self._drop_from(max(depth, self.committed))
 
@@ -682,16 +738,10 @@ class Lease:
 
     def _leave_behind(self) -> None:
         """Pages that no token to come needs go home (semantics §11.6)."""
-        if self._num_runs or self._fences or self._closed:
-            return
-        ends = [self.prompt_len - 1, self.prompt_len]
-        ends = [end - end % self._page_size for end in ends]
-        safe = min(part.safe_depth(self._computed) for part in self._parts)
-        behind = min(safe, self._computed - self._rollback)
-        for part in self._parts:
-            needed_from = self._controller.tree.components[part.index].needed_from
-            kept = [(needed_from(end), end) for end in ends]
-            self._free(part.index, part.left_behind(self._own_from, behind, kept))
+        if self._parts is not None and not (self._num_runs or self._fences or self._closed):
+            ends = [self.prompt_len - 1, self.prompt_len]
+            whole = [end - end % self._page_size for end in ends]
+            self._parts.leave_behind(self._own_from, self._computed - self._rollback, whole)
 
     def _name_canonical(self) -> None:
         """What the table was not to name under a run; after a reset it goes on naming what it
@@ -843,38 +893,34 @@ class Lease:
     def _publish(self, stop: int) -> int:
         controller = self._controller
         stop -= stop % self._page_size
-        if self._parts:
+        if self._parts is not None:
             stop = self._publishable(stop)
         if stop <= self.committed or not controller.enabled:
-            return stop if not self._parts else self.committed
+            return stop
         published = stop - self.committed
-        for part in self._parts:
-            part.offer(stop)
+        if self._parts is not None:
+            self._parts.offer(stop)
         first_changed, duplicates = publish(controller.tree, self, stop)
         if first_changed < stop:
             self._give_back(duplicates)
             self.settle_promise()
             controller.counters.pages_duplicate += sum(map(len, duplicates))
-        if self._parts:
-            for part in self._parts:
-                part.published(stop)
-            self._hold_parts()
-            self.settle_promise()
+        if self._parts is not None:
+            assert self.receipt is not None, "it holds what it has published"
+            self._parts.published(stop, self.receipt)
         controller.committed(self, published)
         return first_changed
 
     def _publishable(self, stop: int) -> int:
         """How far `[0, stop)` can be published so that others can use it, and this lease go on."""
-        accounts, tree = self._controller.accounts, self._controller.tree
+        assert self._parts is not None, "the caller has looked"
         assert self.receipt is not None, "granted leases hold a receipt"
-        stop = min(part.publishable(stop) for part in self._parts)
-        released = tree.would_release([self.receipt])
-        for part in self._parts:
-            spare = accounts.spare(part.index) + released[part.index]
-            if part.costs_promise(stop) and spare < 1:
-                self._controller.counters.states_skipped += 1
-                return self.committed
-        return stop
+        released = self._controller.tree.would_release([self.receipt])
+        publishable = self._parts.publishable(stop, released)
+        if publishable is None:
+            self._controller.counters.states_skipped += 1
+            return self.committed
+        return max(publishable, self.committed)
 
     # --- generate ---------------------------------------------------------------------------------
 
@@ -917,11 +963,10 @@ class Lease:
         if self._is_using_load and length < self._own_from * self._page_size:
             raise ValueError(f"cannot truncate to {length}: a load is bringing what is there")
         kept = min(length, self._computed)
-        for part in self._parts:
-            if part.fallback(kept) != kept:
+        if self._parts is not None:
+            if self._parts.fallback(kept) != kept:
                 raise ValueError(f"cannot truncate to {length}: what is needed there is not kept")
-        for part in self._parts:
-            self._free(part.index, part.cut(kept))
+            self._parts.cut(kept)
         self.key.truncate(length)
         self._cuts = [*self._cuts, length]
         self._computed = min(self._computed, length)
@@ -991,15 +1036,14 @@ class Lease:
         if missing <= 0:
             return
         fresh = missing
-        if self._retired and not self._parts:
+        if self._retired and self._parts is None:
             fresh = max(0, missing - self._num_retired)
         unspent = self.unspent
         if fresh > unspent:
             self._controller.check_spare_of_base(fresh - unspent)
-        for part in self._parts:
-            if isinstance(part, WindowPart):
-                left = part.unspent(self._admitted_pages)
-                self._controller.check_spare_of_one(part.index, fresh - left)
+        if self._parts is not None:
+            for index, lacking in self._parts.lacking(fresh):
+                self._controller.check_spare_of_one(index, lacking)
         if fresh < missing:
             table.write(table.num_pages, self._take_retired(missing - fresh))
         if fresh:
@@ -1026,12 +1070,8 @@ class Lease:
         return self._with_retired([ids[first : self.table.num_pages] for ids in self.table.ids])
 
     def _with_retired(self, pages: list[PageIds]) -> list[PageIds]:
-        for part in self._parts:
-            ids = pages[part.index]
-            ids = ids[ids != NO_PAGE]
-            if isinstance(part, StatePart):
-                ids = np.concatenate((ids, part.own(0)))
-            pages[part.index] = ids
+        if self._parts is not None:
+            pages = self._parts.in_table(pages)
         if not self._retired:
             return pages
         return [
@@ -1063,14 +1103,8 @@ class Lease:
             if unspent != self._promised:
                 self._controller.accounts.promise(unspent - self._promised)
                 self._promised = unspent
-            if self._parts:
-                self._settle_parts()
-
-    def _settle_parts(self) -> None:
-        for part in self._parts:
-            unspent = self.unspent_of(part.index)
-            self._controller.accounts.promise(unspent - part.promised, part.index)
-            part.promised = unspent
+            if self._parts is not None:
+                self._parts.settle()
 
     def own_ids(self, index: int) -> int:
         """Ids of one component that its end would give back, beside what the tree holds for it."""
@@ -1080,21 +1114,18 @@ class Lease:
 
     def unspent_of(self, index: int) -> int:
         """Ids of one component that admission promised and the lease has not taken."""
-        for part in self._parts:
-            if part.index == index:
-                return 0 if self._closed else part.unspent(self._admitted_pages)
-        return self.unspent
+        unspent = self._parts.unspent(index) if self._parts is not None else None
+        if unspent is None:
+            return self.unspent
+        return 0 if self._closed else unspent
 
     @property
     def state_slots(self) -> dict[str, int]:
         """Per component of states, the slot that a run of this lease works with, while it goes
         on."""
         components = self._controller.tree.components
-        return {
-            str(components[part.index].id): part.slot
-            for part in self._parts
-            if isinstance(part, StatePart)
-        }
+        slots = self._parts.slots() if self._parts is not None else {}
+        return {str(components[index].id): slot for index, slot in slots.items()}
 
     def pages_beyond_promise(self, num_tokens: int) -> int:
         """Pages that `num_tokens` tokens would take beyond what the lease has or was promised."""
@@ -1178,15 +1209,22 @@ class Lease:
         Raises:
             WrongThreadError: from another thread than the cache's; nothing changes.
         """
+        if self._closed or not self._controller.may_clean_up():
+            return
+        if self._joint is not None:
+            self._joint.give_up()
+        self._close()
+
+    def _close(self) -> None:
         controller = self._controller
-        if self._closed or not controller.may_clean_up():
+        if self._closed:
             return
         if self._promised and self.epoch == controller.epoch:
             controller.accounts.promise(-self._promised)
             self._promised = 0
         self._closed = True
-        if self._parts and self.epoch == controller.epoch:
-            self._settle_parts()
+        if self._parts is not None and self.epoch == controller.epoch:
+            self._parts.settle(is_closed=True)
         if self._load is not None:
             if self._is_using_load:
                 self._deferred = 0  # it stands on pages that may never come
@@ -1209,7 +1247,7 @@ class Lease:
             self._retired = ()
         else:
             controller.tree.dec_lock_ref(receipt)
-            if self.num_private_pages or self._retired or self._parts:
+            if self.num_private_pages or self._retired or self._parts is not None:
                 controller.accounts.give_back(self.private_pages())
                 self._retired = ()
         self.receipt = None

@@ -8,6 +8,7 @@ lease's own, and how much of it admission has promised. Refuses to know: which c
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -61,17 +62,17 @@ class LeasePart(ABC):
     def _ids(self) -> PageIds:
         return self._table.ids[self.index]
 
-    @abstractmethod
     def footprint(self, num_pages: int) -> int:
         """The most ids that a lease of so many pages is promised."""
+        return self._component.footprint(num_pages)
 
     @abstractmethod
     def unspent(self, num_pages: int) -> int:
         """Ids that a lease of so many pages may still take."""
 
-    @abstractmethod
-    def own(self, first: int) -> PageIds:
-        """Ids that are the lease's own, whose own pages begin at page `first`."""
+    def own_beside_table(self) -> PageIds:
+        """Own ids that the lease's table does not name."""
+        return NO_PAGES
 
     def held(self, receipt: Receipt) -> None:
         """The lease holds what `receipt` does, and its table names it: of this component no more
@@ -86,10 +87,6 @@ class LeasePart(ABC):
 
     def taken_over(self, depth: int) -> PageIds:
         """The lease goes on from `depth`, which is the tree's: own ids that it needs no more."""
-        return NO_PAGES
-
-    def left_behind(self, own_from: int, depth: int, kept: Sequence[tuple[int, int]]) -> PageIds:
-        """Own ids that nothing beyond `depth` needs, but for those in `kept` (depths from, to)."""
         return NO_PAGES
 
     def prepare_run(self, start: int) -> list[StateCopy]:
@@ -135,18 +132,10 @@ class WindowPart(LeasePart):
 
     __slots__ = ()
 
-    def footprint(self, num_pages: int) -> int:
-        return self._component.footprint(num_pages)
-
     def unspent(self, num_pages: int) -> int:
         used = self._table.num_pages
         held = int(np.count_nonzero(self._ids[:used] != NO_PAGE))
         return max(0, min(num_pages - used, self._component.footprint(num_pages) - held))
-
-    def own(self, first: int) -> PageIds:
-        ids = self._ids[first : self._table.num_pages]
-        own: PageIds = ids[ids != NO_PAGE]
-        return own
 
     def _first_held(self, receipt: Receipt, top: int) -> int:
         return top
@@ -156,12 +145,14 @@ class WindowPart(LeasePart):
         window = self._ids[self._component.needed_from(depth) // size : -(-depth // size)]
         return depth if (window != NO_PAGE).all() else -1
 
-    def left_behind(self, own_from: int, depth: int, kept: Sequence[tuple[int, int]]) -> PageIds:
+    def left_behind(self, own_from: int, depth: int, ends: Sequence[int]) -> PageIds:
+        """Own ids that neither what follows `depth` needs, nor what follows one of `ends`."""
         size = self._size
         stop = self._component.needed_from(depth) // size
         gone = self._ids[own_from:stop] != NO_PAGE
-        for first, last in kept:
-            gone[max(0, first // size - own_from) : max(0, last // size - own_from)] = False
+        for end in ends:
+            first, last = self._component.needed_from(end) // size, end // size
+            gone[max(0, first - own_from) : max(0, last - own_from)] = False
         at = own_from + np.flatnonzero(gone)
         ids = self._ids[at].copy()
         self._ids[at] = NO_PAGE
@@ -180,6 +171,7 @@ class StatePart(LeasePart):
 
     __slots__ = (
         "_begun_at",
+        "_is_prepared",
         "_kept",
         "_kept_depth",
         "_origin",
@@ -196,26 +188,24 @@ class StatePart(LeasePart):
         self._slot = self._kept = self._origin = NO_PAGE
         self._slot_depth = self._kept_depth = self._begun_at = -1
         self._origin_depth = 0
+        self._is_prepared = False
 
     @property
     def slot(self) -> int:
         """The working slot, while a run goes on (−1: none)."""
         return self._slot
 
-    def footprint(self, num_pages: int) -> int:
-        return self._component.footprint(num_pages)
-
     def unspent(self, num_pages: int) -> int:
         return max(0, self._component.footprint(num_pages) - (self._slot != NO_PAGE))
 
-    def own(self, first: int) -> PageIds:
+    def own_beside_table(self) -> PageIds:
         return np.array([slot for slot in (self._slot, self._kept) if slot != NO_PAGE], np.int32)
 
     def _first_held(self, receipt: Receipt, top: int) -> int:
         return receipt.depth - self._size  # that of the page which the held state ends
 
     def taken_over(self, depth: int) -> PageIds:
-        own = self.own(0)
+        own = self.own_beside_table()
         self.drop()
         self._origin = int(self._ids[depth // self._size - 1])
         self._origin_depth = depth
@@ -225,6 +215,7 @@ class StatePart(LeasePart):
         if self._slot_depth == start:
             if start % self._component.grid or not self._may_keep():
                 self._begun_at, self._slot_depth = start, -1  # in place: no state until it ends
+                self._is_prepared = True
                 return []
             self._give_up_kept()
             self._kept, self._kept_depth, self._slot = self._slot, start, NO_PAGE
@@ -232,6 +223,7 @@ class StatePart(LeasePart):
         if self._slot == NO_PAGE:
             self._slot = int(self._accounts.take_of(self.index, 1)[0])
         self._begun_at = self._slot_depth = -1
+        self._is_prepared = True
         return [StateCopy(self.index, source, self._slot)]
 
     def _source(self, start: int) -> int:
@@ -254,6 +246,9 @@ class StatePart(LeasePart):
             self._kept, self._kept_depth = NO_PAGE, -1
 
     def run_ended(self, depth: int, *, was_touched: bool) -> PageIds:
+        if not self._is_prepared:
+            return NO_PAGES
+        self._is_prepared = False
         if was_touched and depth >= 0:
             self._slot_depth = depth
             return NO_PAGES
@@ -304,11 +299,157 @@ class StatePart(LeasePart):
         self._origin_depth = stop
 
 
-def make_parts(
-    components: Sequence[TreeComponent], table: PageTable, accounts: PageAccounts
-) -> list[LeasePart]:
-    """What a fresh lease has of the components that need it."""
-    return [
-        (WindowPart if component.is_per_page else StatePart)(component, table, accounts)
-        for component in components
-    ]
+class LeaseParts:
+    """All that a lease has of such components.
+
+    Args:
+        num_pages: of the lease, prompt and reserve.
+    """
+
+    __slots__ = ("_accounts", "_all", "_num_pages", "_states", "_windows")
+
+    def __init__(
+        self,
+        components: Sequence[TreeComponent],
+        table: PageTable,
+        accounts: PageAccounts,
+        num_pages: int,
+    ) -> None:
+        self._accounts = accounts
+        self._num_pages = num_pages
+        given = table, accounts
+        self._windows = [WindowPart(part, *given) for part in components if part.is_per_page]
+        self._states = [StatePart(part, *given) for part in components if not part.is_per_page]
+        self._all: list[LeasePart] = [*self._windows, *self._states]
+
+    @property
+    def has_states(self) -> bool:
+        return bool(self._states)
+
+    # --- what admission promises ------------------------------------------------------------------
+
+    def footprints(self) -> list[tuple[int, int]]:
+        """Per component, the most ids that the lease is promised."""
+        return [(part.index, part.footprint(self._num_pages)) for part in self._all]
+
+    def unspent(self, index: int) -> int | None:
+        """Ids of a component that the lease may still take; None: it is none of these."""
+        for part in self._all:
+            if part.index == index:
+                return part.unspent(self._num_pages)
+        return None
+
+    def settle(self, *, is_closed: bool = False) -> None:
+        """Bring the accounts in line with what is unspent."""
+        for part in self._all:
+            unspent = 0 if is_closed else part.unspent(self._num_pages)
+            self._accounts.promise(unspent - part.promised, part.index)
+            part.promised = unspent
+
+    def lacking(self, num_pages: int) -> list[tuple[int, int]]:
+        """Per component, ids beyond the promise that so many more pages of the sequence take."""
+        return [
+            (part.index, max(0, num_pages - part.unspent(self._num_pages)))
+            for part in self._windows
+        ]
+
+    def num_pages_to_come(self) -> int:
+        """How many more pages of the sequence there can be, of all that is promised or spare."""
+        return min(
+            (
+                part.unspent(self._num_pages) + max(0, self._accounts.spare(part.index))
+                for part in self._windows
+            ),
+            default=sys.maxsize,
+        )
+
+    # --- what is the tree's -----------------------------------------------------------------------
+
+    def held(self, receipt: Receipt) -> None:
+        """The lease holds what `receipt` does: of that the table names what is held."""
+        for part in self._all:
+            part.held(receipt)
+
+    def taken_over(self, depth: int) -> None:
+        """The lease goes on from `depth`, which is the tree's."""
+        for part in self._all:
+            self._free(part, part.taken_over(depth))
+
+    def publishable(self, stop: int, released: Sequence[int]) -> int | None:
+        """How far `[0, stop)` can be published so that others can use it, and the lease go on;
+        `released`: per component, ids that are spare when the lease holds what is published
+        instead. None: nothing, for there is no slot to go on with."""
+        stop = min(part.publishable(stop) for part in self._all)
+        for part in self._states:
+            spare = self._accounts.spare(part.index) + released[part.index]
+            if part.costs_promise(stop) and spare < 1:
+                return None
+        return stop
+
+    def offer(self, stop: int) -> None:
+        """`[0, stop)` is about to be published."""
+        for part in self._all:
+            part.offer(stop)
+
+    def published(self, stop: int, receipt: Receipt) -> None:
+        """It was, and is held."""
+        for part in self._all:
+            part.published(stop)
+        self.held(receipt)
+        self.settle()
+
+    # --- runs -------------------------------------------------------------------------------------
+
+    def prepare_run(self, start: int) -> list[StateCopy]:
+        """A run that begins at `start` is about to be given to its thread: what is copied there
+        before it.
+
+        Raises:
+            StaleError: the state that it begins with is not kept.
+        """
+        copies = [copy for part in self._states for copy in part.prepare_run(start)]
+        self.settle()
+        return copies
+
+    def run_ended(self, depth: int, *, was_touched: bool) -> None:
+        """It has, with everything computed up to `depth` (−1: nothing was)."""
+        for part in self._states:
+            self._free(part, part.run_ended(depth, was_touched=was_touched))
+
+    def fallback(self, depth: int) -> int:
+        """Where there is all that it takes to go on, at `depth` or before."""
+        return min(part.fallback(depth) for part in self._all)
+
+    def leave_behind(self, own_from: int, depth: int, ends: Sequence[int]) -> None:
+        """Pages go home that neither what follows `depth` needs, nor what follows one of `ends`,
+        nor what is computed again when the next run fails (semantics §11.6)."""
+        depth = min(part.safe_depth(depth) for part in self._all)
+        for part in self._windows:
+            self._free(part, part.left_behind(own_from, depth, ends))
+
+    def cut(self, depth: int) -> None:
+        """What follows `depth` is dropped, and the table cut by its owner."""
+        for part in self._all:
+            self._free(part, part.cut(depth))
+
+    def drop(self) -> None:
+        """The lease has given all of it back."""
+        for part in self._all:
+            part.drop()
+
+    # --- looking ----------------------------------------------------------------------------------
+
+    def in_table(self, pages: list[PageIds]) -> list[PageIds]:
+        """Ids out of the lease's table, without gaps, and those that no table names."""
+        for part in self._all:
+            ids = pages[part.index]
+            pages[part.index] = np.concatenate((ids[ids != NO_PAGE], part.own_beside_table()))
+        return pages
+
+    def slots(self) -> dict[int, int]:
+        """Per component of states, the slot that a run works with."""
+        return {part.index: part.slot for part in self._states}
+
+    def _free(self, part: LeasePart, ids: PageIds) -> None:
+        if len(ids):
+            self._accounts.allocators[part.index].free(ids)

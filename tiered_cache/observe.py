@@ -28,6 +28,7 @@ class EventKind(Enum):
     STORED = "stored"  # a tier has gained a component's part of a node
     REMOVED = "removed"  # a tier has lost it
     CLEARED = "cleared"  # reset(): all tiers above storage are empty
+    FORGOTTEN = "forgotten"  # storage was cleared or detached: it may have nothing of what was told
     GRANTED = "granted"  # a lease was admitted
     REMATCHED = "rematched"  # a lease goes on from what another has published
     COMMITTED = "committed"  # a lease has published tokens
@@ -39,7 +40,8 @@ class EventKind(Enum):
 @dataclass(slots=True)
 class Event:
     """One event. `component`, `tier` and `node` for STORED and REMOVED; `lease_id` and `tokens` for
-    a lease's own.
+    a lease's own. Of storage they tell what the tree has come to believe (semantics §8.4); when it
+    evicts a node it tells nothing, for storage keeps it, and STORED once more when it is back.
 
     `node` is valid during the call only; its page keys come from `RadixTree.page_keys(node)`.
     """

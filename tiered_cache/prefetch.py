@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from tiered_cache.errors import BackendError, ClosedError, StaleError
+from tiered_cache.errors import BackendError, ClosedError, RanksError, StaleError
 from tiered_cache.keys import HASH_PAGES
 from tiered_cache.storage.backend import ReadResult
 from tiered_cache.tree.components.base import NO_PAGES
@@ -22,11 +22,12 @@ from tiered_cache.tree.node import BASE
 from tiered_cache.types import Boundary, Holding, MatchPrefixParams
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+    from collections.abc import Callable, Coroutine, Iterator, Sequence
 
     from tiered_cache.accounts import HostPages
     from tiered_cache.config.schema import PrefetchConfig
     from tiered_cache.keys import RadixKey
+    from tiered_cache.ranks import Limit, Operation
     from tiered_cache.stats import Counters
     from tiered_cache.storage_io import StorageCall, StorageIO
     from tiered_cache.tree.locks import Receipt
@@ -41,13 +42,17 @@ READ_BYTES: Final = 32 << 20
 
 KI: Final = 1024
 
+NUM_QUESTIONS: Final = 2
+"""To other ranks: how much storage has, how much has come."""
+
 
 class PrefetchHooks(NamedTuple):
     """What prefetches need of who owns them."""
 
     spawn: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
-    agree: Callable[[str, int], Awaitable[int]]
-    """With a tag and how many tokens this rank has: how many all ranks have (semantics §10.10)."""
+    join: Callable[[str | None, int], Operation | None]
+    """What is done with other ranks, if there are any: by name (None: the next in order), with so
+    many questions (semantics §10.10)."""
     changed: Callable[[], None]
     """Host pages have become free, or may be given up now."""
 
@@ -60,6 +65,7 @@ class Prefetch:
         reading: keys of the pages that it is reading.
         num_pages: pages of the host that it takes of the quota: read, and not taken.
         why: why it ends where it does, for people.
+        joint, limit: what it does with other ranks, and what ends it on all of them; None alone.
         done: set when no more will come.
     """
 
@@ -70,8 +76,10 @@ class Prefetch:
         "done",
         "found",
         "is_stopped",
+        "joint",
         "key",
         "length",
+        "limit",
         "num_pages",
         "reached",
         "reading",
@@ -99,12 +107,23 @@ class Prefetch:
         self.receipt: Receipt | None = None
         self.call: StorageCall | None = None
         self.task: asyncio.Task[None] | None = None
+        self.joint: Operation | None = None
+        self.limit: Limit | None = None
 
-    def end(self, why: str) -> None:
-        """No more will come; the first reason stays."""
+    @property
+    def judges_time(self) -> bool:
+        """Whether time limits count here: with several ranks, rank 0 says when it is over."""
+        return self.joint is None or self.joint.is_first
+
+    def note(self, why: str) -> None:
+        """Why there is no more of it; the first reason stays."""
         if not self.done.is_set():
             self.why = self.why or why
-            self.done.set()
+
+    def end(self, why: str) -> None:
+        """No more will come."""
+        self.note(why)
+        self.done.set()
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
@@ -128,7 +147,7 @@ class PrefetchHandle(Holding):
         most; then the prefetch ends. Returns tokens of the prefix that device and host have.
 
         Policies: `best_effort` does not wait, `wait_complete` waits to the end, `timeout` for the
-        configured time, from the first wait on.
+        configured time, from the first wait on. With several ranks it ends when rank 0 says so.
 
         Raises:
             ValueError: no such policy. ClosedError: the handle is closed.
@@ -205,7 +224,6 @@ class Prefetches:
         self._read_pages = max(1, READ_BYTES // io.formats[BASE].row_bytes)
         self._active: dict[Prefetch, None] = {}  # oldest first
         self._reading: dict[bytes, Prefetch] = {}  # page key: who reads it
-        self._num_asked = 0
 
     # --- what a handle does -----------------------------------------------------------------------
 
@@ -222,20 +240,22 @@ class Prefetches:
         name: str | None = None,
     ) -> PrefetchHandle:
         """Bring what storage has of `key[:limit]`. With `detach` nobody waits for it, and the
-        handle is closed. `name`: what ranks know it by (default: the order of asking)."""
+        handle is closed. `name`: what ranks know it by (None: the order of asking)."""
         length = len(key) if limit is None else min(limit, len(key))
         prefetch = Prefetch(
             key, length - length % self._page_size, self._loop.time(), detached=detach
         )
         self._active[prefetch] = None
-        self._num_asked += 1
         self._counters.prefetches += 1
-        if self._settings.policy == "timeout":
+        prefetch.joint = self._hooks.join(name, NUM_QUESTIONS)
+        if prefetch.joint is not None:
+            on_over = partial(self.stop, prefetch, "rank 0 waits no longer")
+            prefetch.limit = prefetch.joint.limit(on_over)
+        if self._settings.policy == "timeout" and prefetch.judges_time:
             # From the start, until somebody waits.
             limit_s = self._limit_s(prefetch.length)
             prefetch.timer = self._loop.call_later(limit_s, self._too_late, prefetch)
-        name = name or f"prefetch {self._num_asked}"
-        prefetch.task = self._hooks.spawn(self._run(prefetch, name), "prefetch")
+        prefetch.task = self._hooks.spawn(self._run(prefetch), "prefetch")
         prefetch.task.add_done_callback(partial(self._ended, prefetch))
         return PrefetchHandle(self, None if detach else prefetch)
 
@@ -252,15 +272,16 @@ class Prefetches:
         policy = policy or self._settings.policy
         if policy not in ("best_effort", "wait_complete", "timeout"):
             raise ValueError(f"policy is best_effort, wait_complete or timeout, not {policy!r}")
-        if policy == "best_effort":
+        judges_time = prefetch.judges_time  # else rank 0 says when it is over
+        if policy == "best_effort" and judges_time:
             self.stop(prefetch, "best effort: nobody waits")
             return
         now = self._loop.time()
-        ends = [] if timeout is None else [now + timeout]
+        ends = [] if timeout is None or not judges_time else [now + timeout]
         if prefetch.timer is not None:  # somebody waits from now on
             prefetch.timer.cancel()
             prefetch.timer = None
-        if policy == "timeout":
+        if policy == "timeout" and judges_time:
             if prefetch.deadline is None:
                 prefetch.deadline = now + self._limit_s(prefetch.length)
             ends.append(prefetch.deadline)
@@ -280,6 +301,13 @@ class Prefetches:
             self._io.give_up(prefetch.call)
         if prefetch.task is not None:
             prefetch.task.cancel()
+        self._end_for_all(prefetch)
+
+    def _end_for_all(self, prefetch: Prefetch) -> None:
+        """If it has not ended by itself, other ranks need not go on either."""
+        if prefetch.joint is not None and prefetch.limit is not None:
+            prefetch.limit.over()
+            prefetch.joint.give_up()
 
     def close(self, prefetch: Prefetch) -> None:
         """Nobody needs it."""
@@ -294,30 +322,35 @@ class Prefetches:
 
     # --- the way ----------------------------------------------------------------------------------
 
-    async def _run(self, prefetch: Prefetch, name: str) -> None:
+    async def _run(self, prefetch: Prefetch) -> None:
         """Each `await` marks where the world may change, so each step matches anew."""
+        joint, size = prefetch.joint, self._page_size
         keys: Sequence[bytes] = ()
         try:
             keys = await self._find(prefetch)
         except BackendError as error:
-            prefetch.end(str(error))
+            prefetch.note(str(error))
         except StaleError:
-            prefetch.end("the cache was reset")
+            prefetch.note("the cache was reset")
         had = prefetch.reached
-        reach = max(had, prefetch.found)
-        prefetch.found = min(prefetch.found, await self._hooks.agree(f"{name}: probe", reach))
         try:
+            if joint is not None:
+                all_have = await joint.least(max(had, prefetch.found), size)
+                prefetch.found = min(prefetch.found, all_have)
             while prefetch.found > prefetch.reached and await self._bring_some(prefetch, keys):
                 pass
         except BackendError as error:
-            prefetch.end(str(error))
+            prefetch.note(str(error))
         except StaleError:
-            prefetch.end("the cache was reset")
-        reached = 0 if prefetch.is_stopped else prefetch.reached
-        await self._hooks.agree(f"{name}: read", reached)
+            prefetch.note("the cache was reset")
+        except (RanksError, ClosedError) as error:
+            prefetch.note(str(error))
+        if joint is not None:
+            with suppress(RanksError, ClosedError):
+                prefetch.reached = await joint.least(prefetch.reached, size)
         prefetch.end("all that storage has of it is on the host")
         if had and prefetch.reached > had:
-            await self._use(keys[: had // self._page_size])
+            await self._use(keys[: had // size])
 
     async def _use(self, page_keys: Sequence[bytes]) -> None:
         """Storage was not asked for these, for device and host have them. Now it is: what is used
@@ -329,14 +362,17 @@ class Prefetches:
         """See how far storage has it: `prefetch.found`; its page keys."""
         hit = self._hold(prefetch)
         if not self.is_worth(prefetch.length - hit):
-            prefetch.end("less than the threshold is missing")
+            prefetch.note("less than the threshold is missing")
             return ()
         keys = await self._hash(prefetch)
+        believed = min(self._tree.stored_length(prefetch.key, hit), prefetch.length)
         found = await self._probe(prefetch, hit, keys)
+        if found < believed:  # it is kept again when it is next used
+            self._host.take_back(self._tree.forget_stored(prefetch.key, found))
         if found <= hit:
-            prefetch.end("storage has no more of it")
+            prefetch.note("storage has no more of it")
         elif not self.is_worth(found - hit):
-            prefetch.end("storage has less than the threshold more")
+            prefetch.note("storage has less than the threshold more")
         else:
             prefetch.found = found
         return keys
@@ -413,12 +449,12 @@ class Prefetches:
             room = self._quota - self.num_pages
         if room <= 0:
             self._counters.prefetches_refused += 1
-            prefetch.end("refused: other prefetches have all that they may of the host")
+            prefetch.note("refused: other prefetches have all that they may of the host")
             return NO_PAGES
         ids = self._host.take_up_to(BASE, min(num_pages, room))
         if not len(ids):
             self._counters.prefetches_refused += 1
-            prefetch.end("refused: the host has no room")
+            prefetch.note("refused: the host has no room")
         return ids
 
     async def _read(
@@ -458,7 +494,7 @@ class Prefetches:
             keys = prefetch.key.page_keys(self._page_size, start // self._page_size + count)
             boundary, unused = self._tree.insert_host(prefetch.key, start, BASE, ids[:count], keys)
             self._counters.pages_prefetched += count - len(unused)
-            if boundary is not None:
+            if boundary is not None and call.clears == self._io.num_clears:
                 self._tree.believe_span_stored(boundary.node, start, BASE)
             if boundary is not None and prefetch in self._active and not prefetch.is_stopped:
                 self._hold(prefetch)
@@ -493,6 +529,7 @@ class Prefetches:
 
     def _ended(self, prefetch: Prefetch, _: asyncio.Task[None]) -> None:
         prefetch.end("cancelled")
+        self._end_for_all(prefetch)
         if prefetch in self._active and (prefetch.detached or prefetch.receipt is not None):
             ttl_s = self._settings.result_ttl
             prefetch.timer = self._loop.call_later(ttl_s, self._let_go, prefetch)

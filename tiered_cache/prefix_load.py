@@ -10,6 +10,7 @@ does not come is promised to it again in the very step in which it goes home.
 from __future__ import annotations
 
 import asyncio
+import sys
 from typing import TYPE_CHECKING, cast
 
 from tiered_cache.tree.node import BASE
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from tiered_cache.controller import HybridCacheController
     from tiered_cache.lease import Lease
     from tiered_cache.transfers import Transfer
+    from tiered_cache.tree.plans import Piece
 
 
 class PrefixLoad:
@@ -35,10 +37,13 @@ class PrefixLoad:
     """
 
     __slots__ = (
+        "_brought",
         "_controller",
         "_lease",
+        "_limit",
         "_loads",
         "_using",
+        "_waits",
         "end",
         "has_failed",
         "pages",
@@ -50,7 +55,10 @@ class PrefixLoad:
         self._controller = controller
         # All that it has waited for, and up to where (in tokens): others' may leave its path.
         self._loads: dict[Transfer, int] = {}
+        self._brought = (sys.maxsize, 0)  # from where to where the first component has come
         self._using: Sequence[Transfer] = ()  # while the lease's table names their pages
+        self._limit = 0  # tokens that are wanted
+        self._waits: asyncio.Timeout | None = None
         self.pages = 0
         self.end = 0
         self.has_failed = False
@@ -82,8 +90,9 @@ class PrefixLoad:
         if timeout == 0:
             self.shortened = "load_timeout is 0"
             return
+        self._limit = limit
         try:
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(timeout) as self._waits:
                 # A load of somebody else's may fail above this lease's own: then plan once more,
                 # and what has arrived below is kept.
                 for _ in range(2):
@@ -99,12 +108,20 @@ class PrefixLoad:
                         break
         except TimeoutError:
             controller.counters.load_timeouts += 1
-            self.shortened = f"the load did not end within {timeout} s"
+            self.shortened = "the load did not end in time"
+            if timeout is not None:
+                self.shortened = f"the load did not end within {timeout} s"
         finally:
+            self._waits = None
             if not self._using:
                 self.leave()
         if self.pages and self._lease.epoch == controller.epoch:
             await self._be_promised_again()
+
+    def wait_no_longer(self) -> None:
+        """As if its time limit had come."""
+        if self._waits is not None:
+            self._waits.reschedule(self._controller.now())
 
     def _cover(self, limit: int, *, layerwise: bool) -> list[Transfer]:
         """Join the loads that bring a part of what is missing, start one for each other part."""
@@ -118,22 +135,37 @@ class PrefixLoad:
         boundary = tree.match_deeper(receipt, lease.key, limit, device_only=False)
         if boundary is None or boundary.depth - receipt.depth < controller.load_back_threshold:
             return []
+        # What must not be there without the first component comes first, and waits for it: then all
+        # of it becomes visible in one step.
         loads = []
-        for piece in tree.plan_transfer(boundary, BASE, Tier.DEVICE, receipt.depth):
-            if piece.ids is None:
-                load = cast("Transfer", piece.pending)
-                transfers.join(load, self)
-            else:
-                ids = controller.accounts.take_of(BASE, len(piece.ids))
-                self.pages += len(ids)
-                lease.settle_promise()
-                end = Boundary(boundary.node, piece.stop)
-                load = transfers.load(
-                    end, piece.start, BASE, ids, piece.ids, self, by_layer=layerwise
-                )
-            loads.append(load)
-            self._loads[load] = piece.stop
+        for part in reversed(tree.components):
+            start = receipt.depth if part.index == BASE else 0
+            pieces = tree.plan_transfer(boundary, part.index, Tier.DEVICE, start)
+            if not self._may_take(part.index, pieces):
+                self.shortened = f"there is no room for {part.id}"
+                break
+            for piece in pieces:
+                if piece.ids is None:
+                    load = cast("Transfer", piece.pending)
+                    transfers.join(load, self)
+                else:
+                    ids = controller.accounts.take_of(part.index, len(piece.ids))
+                    if part.index == BASE:
+                        self.pages += len(ids)
+                    lease.settle_promise()
+                    end = Boundary(boundary.node, piece.stop)
+                    load = transfers.load(
+                        end, piece.start, part.index, ids, piece.ids, self, by_layer=layerwise
+                    )
+                loads.append(load)
+                self._loads[load] = piece.stop
         return loads
+
+    def _may_take(self, index: int, pieces: Sequence[Piece]) -> bool:
+        """Whether there are pages for these pieces. Those of the first component are the lease's
+        own; of others there must be some beside what is promised, until its own are free again."""
+        wanted = sum(len(piece.ids) for piece in pieces if piece.ids is not None)
+        return index == BASE or wanted <= self._controller.accounts.spare(index)
 
     async def _be_promised_again(self) -> None:
         """Its pages are with a copier that has not ended, and the lease needs others for the same
@@ -171,14 +203,19 @@ class PrefixLoad:
         """In a load's commit beat, while it still holds its path: go on from what it brought."""
         lease, controller = self._lease, self._controller
         if load.funder is self:
-            self.pages -= load.num_pages
+            if load.component == BASE:
+                self.pages -= load.num_pages
             load.funder = None
         if lease.closed or lease.epoch != controller.epoch:
             return
         if load.error is not None:
             self.shortened = f"a load from the host failed: {load.error}"
         if self in load.waiters:
-            lease.go_on_from(load, self.end or None)
+            if load.component == BASE:
+                stop = load.start + load.num_committed * controller.page_size
+                first, last = self._brought
+                self._brought = (min(first, load.start), max(last, stop))
+            lease.go_on_from(*self._brought, self.end or self._limit)
         if self._using:
             self._check_used(load)
         lease.settle_promise()

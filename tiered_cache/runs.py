@@ -29,11 +29,12 @@ T = TypeVar("T")
 class Run:
     """A run under way: waiting for the one before it, queued, or active."""
 
-    __slots__ = ("ended", "job", "leases")
+    __slots__ = ("ended", "is_prepared", "job", "leases")
 
     def __init__(self, leases: Sequence[Lease]) -> None:
         self.leases = leases
         self.ended = asyncio.Event()
+        self.is_prepared = False
         self.job: concurrent.futures.Future[Any] | None = None
 
 
@@ -98,6 +99,7 @@ class Runs:
                 await other.ended.wait()
             if ahead:
                 self._check_still_follows(leases, chunks)
+            run.is_prepared = True
             copies = [copy for lease in leases for copy in lease.prepare_run(chunks)]
             if copies:
                 fn = partial(self._after_copies, copies, fn)
@@ -127,7 +129,9 @@ class Runs:
 
     def _end_run(self, run: Run, chunks: Sequence[Chunk], is_computed: bool) -> None:
         self._runs.remove(run)
-        touched = run.job is not None and not run.job.cancelled()
+        touched = None
+        if run.is_prepared:
+            touched = run.job is not None and not run.job.cancelled()
         for lease in run.leases:
             lease.end_run(chunks, computed=is_computed, touched=touched)
         run.ended.set()

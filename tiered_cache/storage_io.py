@@ -153,10 +153,12 @@ class StorageCall:
         answered: set when it has ended, its limit has passed, or nobody wants it any more.
         ended: set when nobody touches its rows any more.
         is_given_up: nobody wants what it brings.
+        clears: how often storage had been cleared when it began.
     """
 
     __slots__ = (
         "answered",
+        "clears",
         "component",
         "ended",
         "epoch",
@@ -178,7 +180,9 @@ class StorageCall:
         on_end: Callable[[StorageCall], None],
         *,
         is_read: bool,
+        clears: int,
     ) -> None:
+        self.clears = clears
         self.component = component
         self.ids = ids
         self.epoch = epoch
@@ -218,6 +222,10 @@ class StorageIO:
         formats, arenas: per component in dense order.
         limit_s: seconds that a call may take.
         spawn: starts background work.
+
+    Attributes:
+        num_clears: how often storage was cleared: what was asked, read or written before says
+            nothing of what is there after.
     """
 
     def __init__(
@@ -241,6 +249,7 @@ class StorageIO:
         self._arenas = arenas
         self._limit_s = limit_s
         self._spawn = spawn
+        self.num_clears = 0
         self._loop = asyncio.get_running_loop()
         self._active: dict[StorageCall, None] = {}
         self._num_hung = 0
@@ -332,7 +341,7 @@ class StorageIO:
         on_end: Callable[[StorageCall], None],
     ) -> StorageCall:
         """Fill rows. `on_end` is called in the very step in which they are quiet and proved."""
-        call = StorageCall(component, ids, epoch, on_end, is_read=True)
+        call = StorageCall(component, ids, epoch, on_end, is_read=True, clears=self.num_clears)
         return self._start(call, partial(self._read, call, page_keys))
 
     def write(
@@ -344,7 +353,7 @@ class StorageIO:
         on_end: Callable[[StorageCall], None],
     ) -> StorageCall:
         """Keep rows; likewise."""
-        call = StorageCall(component, ids, epoch, on_end, is_read=False)
+        call = StorageCall(component, ids, epoch, on_end, is_read=False, clears=self.num_clears)
         return self._start(call, partial(self._write, call, page_keys))
 
     def _start(

@@ -35,12 +35,13 @@ from tiered_cache.tree.node import BASE
 from tiered_cache.types import Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+    from collections.abc import Callable, Coroutine, Iterator, Sequence
 
     from tiered_cache.accounts import HostPages
     from tiered_cache.config.schema import StorageConfig
     from tiered_cache.observe import Observers
     from tiered_cache.pools.host import HostArena
+    from tiered_cache.ranks import Operation
     from tiered_cache.stats import Counters
     from tiered_cache.storage.backend import BackendContext, BackendOptions, ReadResult, WriteResult
     from tiered_cache.storage.record import RecordFormat
@@ -93,7 +94,7 @@ class Surroundings:
     context: ThreadContext
     observers: Observers
     spawn: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
-    agree: Callable[[str, int], Awaitable[int]]
+    join: Callable[[str | None, int], Operation | None]
     changed: Callable[[], None]
 
 
@@ -136,7 +137,7 @@ class StorageTier:
             self.io,
             settings.prefetch,
             around.counters,
-            PrefetchHooks(around.spawn, around.agree, around.changed),
+            PrefetchHooks(around.spawn, around.join, around.changed),
         )
         self.backups = Backups(
             around.tree,
@@ -288,6 +289,7 @@ class StorageTier:
             for record in self.parts.formats:
                 found += await self.backend.clear(record.scope)
         finally:  # also what was written meanwhile; and part of it may have gone, or all
+            self.io.num_clears += 1
             forgetting = self._around.spawn(self._forget_beliefs(), "forget storage")
         await asyncio.wait([forgetting])
         return found

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from tiered_cache.layers import LayerProgress, load_failed, stale_load
 from tiered_cache.transfer.copier import Direction
 from tiered_cache.tree.components.base import NO_PAGES
+from tiered_cache.tree.node import BASE
 from tiered_cache.types import Boundary, Tier
 
 if TYPE_CHECKING:
@@ -285,14 +286,26 @@ class Transfers:
         Root first, so that one load's commit is seen by the one below it.
         """
         moved = [load for load in self._active if load.has_moved and load.epoch == self._tree.epoch]
-        for load in sorted(moved, key=lambda load: load.start):
+        # The first component's before others': nothing is there without it.
+        for load in sorted(moved, key=lambda load: (load.component, load.start)):
             if load not in self._active:
                 continue  # committed by what the commit of another has set off
-            if self._tree.is_on_device(load.node, load.start):
+            needs_to = load.start if load.component == BASE else load.depth
+            if self._tree.is_on_device(load.node, needs_to):
                 self._commit(load)
-            elif not load.waiters:
+            elif not load.waiters or (load.component != BASE and not self._is_coming(load)):
                 load.num_moved = 0
                 self._commit(load)
+
+    def _is_coming(self, load: Transfer) -> bool:
+        """Whether the first component's part of what a load brings is on its way, too."""
+        node: Node | None = load.node
+        while node is not None and node.parent is not None:
+            data = node.data[BASE]
+            if data.value is None and data.pending is None:
+                return False
+            node = node.parent
+        return True
 
     def _commit(self, transfer: Transfer) -> None:
         tree, count, index = self._tree, transfer.num_moved, transfer.component

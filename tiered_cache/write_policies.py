@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tiered_cache.fences import Fences
     from tiered_cache.stats import Counters
     from tiered_cache.transfers import Transfer, Transfers
-    from tiered_cache.tree.node import Node
+    from tiered_cache.tree.node import ComponentData, Node
     from tiered_cache.tree.plans import Piece
     from tiered_cache.tree.radix import RadixTree
 
@@ -98,29 +98,40 @@ class Storing(NamedTuple):
     looked: Callable[[], None]
     """To be called when something that was to be started has been, or could not."""
 
-    def part_of(self, piece: Piece) -> Piece:
+    def part_of(self, component: int, piece: Piece) -> Piece:
         """As much of a piece, from its root end, as one store copies."""
         assert piece.ids is not None, "a piece to store says where it is"
+        if self.tree.components[component].has_tombstones:
+            return piece
         ids = piece.ids[: self.max_pages]
         return piece._replace(stop=piece.start + len(ids) * self.tree.page_size, ids=ids)
 
-    def may_store(self, node: Node, part: Piece) -> bool:
+    def may_store(self, node: Node, component: int, part: Piece) -> bool:
         """Whether its pages are written, and holding them takes nothing that is promised."""
         assert part.ids is not None, "a piece to store says where it is"
-        would_protect = self.tree.would_protect(Boundary(node, part.stop))[BASE]
-        return not self.fences.over(part.ids) and would_protect <= self.device.spare(BASE)
+        if component == BASE and self.fences.over(part.ids):
+            return False
+        if component != BASE and self.fences:
+            return False  # they know the pages of the first component only
+        would_protect = self.tree.would_protect(Boundary(node, part.stop))
+        return all(pages <= self.device.spare(index) for index, pages in enumerate(would_protect))
 
-    def store(self, node: Node, part: Piece, on_end: Callable[[Transfer], None]) -> int:
+    def store(
+        self, node: Node, component: int, part: Piece, on_end: Callable[[Transfer], None]
+    ) -> int:
         """Copy of a part on the path to `node` what the host has room for; how many pages that
-        are."""
+        are. Where there is a piece per node, all of it or nothing."""
         assert part.ids is not None, "a piece to store says where it is"
         # The node that the device has: what only the host has below it may make room now.
         while node.parent is not None and node.parent.end >= part.stop:
             node = node.parent
-        rows = self.host.take_up_to(BASE, len(part.ids))
+        rows = self.host.take_up_to(component, len(part.ids))
+        if len(rows) < len(part.ids) and self.tree.components[component].has_tombstones:
+            self.host.give_back(self.host.only(component, rows))
+            return 0
         if len(rows):
             end = Boundary(node, part.start + len(rows) * self.tree.page_size)
-            self.transfers.store(end, part.start, BASE, part.ids[: len(rows)], rows, on_end)
+            self.transfers.store(end, part.start, component, part.ids[: len(rows)], rows, on_end)
         return len(rows)
 
 
@@ -157,8 +168,9 @@ class WriteThrough:
         node = boundary.node
         while node.parent is not None and node.parent.end >= boundary.depth:
             node = node.parent  # cut since
-        data = node.data[BASE]
-        if data.host_value is None and not data.stored and node.parent is not None:
+        while node.parent is not None and not any(map(_is_to_be_copied, node.data)):
+            node = node.parent  # what is above may lack it: storage was believed to have it
+        if node.parent is not None:
             if len(self._queue) >= MAX_QUEUED:
                 self._parts.counters.stores_skipped += 1
                 return
@@ -220,13 +232,13 @@ class WriteThrough:
     def _start(self, boundary: Boundary) -> Turn:
         """Start the topmost piece that is missing, if that may be and there is one."""
         parts = self._parts
-        piece = self._first_piece(boundary)
+        component, piece = self._first_piece(boundary)
         if piece is None:
             return Turn.TAKEN
         if piece.ids is None:
             return Turn.AFTER_ANOTHER
-        part = parts.part_of(piece)
-        if not parts.may_store(boundary.node, part):
+        part = parts.part_of(component, piece)
+        if not parts.may_store(boundary.node, component, part):
             return Turn.WHO_KNOWS
         num_wanted = (part.stop - part.start) // parts.tree.page_size
 
@@ -240,7 +252,7 @@ class WriteThrough:
                 self._coming[boundary.node] += 1
             self.look_again()
 
-        num_taken = parts.store(boundary.node, part, on_end)
+        num_taken = parts.store(boundary.node, component, part, on_end)
         if not num_taken and parts.rows_are_coming():
             return Turn.WHO_KNOWS
         if num_taken < num_wanted:
@@ -248,20 +260,22 @@ class WriteThrough:
         self._num_active += num_taken > 0
         return Turn.TAKEN
 
-    def _first_piece(self, boundary: Boundary) -> Piece | None:
+    def _first_piece(self, boundary: Boundary) -> tuple[int, Piece | None]:
         """The topmost run of pages that the host lacks, down to the last node that was used often
-        enough."""
+        enough, of the first component that lacks some."""
         tree = self._parts.tree
         node = tree.cut(boundary)
         while node.parent is not None and node.hit_count < self._threshold:
             node = node.parent
         if node.parent is None:
-            return None
+            return BASE, None
         # A host that is smaller than the device would else copy in circles: what storage has makes
         # room for what it has not (semantics §8.3–4).
         end = Boundary(node, node.end)
-        pieces = tree.plan_transfer(end, BASE, Tier.HOST, unless_stored=True)
-        return pieces[0] if pieces else None
+        for index in range(len(tree.components)):
+            if pieces := tree.plan_transfer(end, index, Tier.HOST, unless_stored=True):
+                return index, pieces[0]
+        return BASE, None
 
 
 class WriteBack:
@@ -309,16 +323,22 @@ class WriteBack:
     def _copy(self, victims: Sequence[Boundary]) -> None:
         parts = self._parts
         for victim in victims:
-            for piece in parts.tree.plan_transfer(victim, BASE, Tier.HOST):
-                if piece.ids is None:
-                    continue
-                part = parts.part_of(piece)
-                if not parts.may_store(victim.node, part):
-                    continue
-                if not parts.store(victim.node, part, self._ended):
-                    parts.counters.stores_refused += 1
-                    break
-                self._num_active += 1
+            for index in range(len(parts.tree.components)):
+                for piece in parts.tree.plan_transfer(victim, index, Tier.HOST):
+                    if piece.ids is None:
+                        continue
+                    part = parts.part_of(index, piece)
+                    if not parts.may_store(victim.node, index, part):
+                        continue
+                    if not parts.store(victim.node, index, part, self._ended):
+                        parts.counters.stores_refused += 1
+                        break
+                    self._num_active += 1
 
     def _ended(self, store: Transfer) -> None:
         self._num_active -= 1
+
+
+def _is_to_be_copied(data: ComponentData) -> bool:
+    """Whether the device alone has it, as far as is known."""
+    return data.value is not None and data.host_value is None and not data.stored

@@ -100,6 +100,27 @@ def test_plan_shows_the_host_tier(run: Any, write: Any) -> None:
     assert "all  " not in out.partition("Tiers")[2]  # the caller's tensors are not counted
 
 
+def test_plan_shows_each_component(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pools, its window, its ids on each tier; a state stands for no number of tokens."""
+    monkeypatch.setattr(plan, "available_bytes", lambda: None)
+    code, out, err = run("plan", Path(__file__).parents[2] / "configs" / "mamba_swa.yaml")
+    assert (code, err) == (0, "")
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    for line in (
+        "full/k 5×64 bfloat16 a share 3 1,920 61,440",
+        "all of full 3,840 122,880",
+        "swa.k 5×64 bfloat16 a share 14 8,960 286,720",
+        "mamba/temporal 3200×16 float32 a share 32 6,553,600",
+        "all of mamba a state 7,372,800",
+        "device cpu full 939 30,048 110 MiB",
+        "device cpu swa, window 1,024 469 15,008 256.5 MiB",
+        "device cpu mamba 93 states 653.9 MiB",
+        "host memory mamba 372 states 2.556 GiB",
+        "mamba 64 ≤ 204,800 512 7,372,800 3,584 7,376,896 0.1%",
+    ):
+        assert line in lines, line
+
+
 def test_warnings_about_the_host_tier(run: Any, write: Any) -> None:
     """Sizes that make it useless, and a page size that wastes it."""
     path = write(

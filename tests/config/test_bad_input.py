@@ -147,6 +147,46 @@ def test_what_is_no_number_is_refused_at_its_key(key: str) -> None:
             is_refused_at("host" if value is None and "host" in key else key, source, {}, {})
 
 
+STATE: Final = {"name": "conv", "row_shape": [4], "dtype": "int8"}
+HYBRID: Final = {
+    **MODEL,
+    "num_layers": 3,
+    "extra_pools": [],
+    "layer_types": ["full_attention", "sliding_attention", "linear_attention"],
+    "sliding_window": [8],
+    "states": [STATE],
+}
+
+
+@pytest.mark.parametrize("key", ["layer_types", "sliding_window", "states", "row_shape", "ratio"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_is_no_description_of_layers_is_refused_at_its_key(key: str, inside: bool) -> None:
+    """In the place of the whole, or of one item."""
+    for value in (*ABSURD, *NO_NUMBERS):
+        item = value
+        if inside:
+            item = {"swa": value} if key == "ratio" else [value]
+        source: dict[str, Any] = {"model": HYBRID, "device": {"tokens": 64}}
+        at = f"model.{key}"
+        if key == "ratio":
+            source["device"] = {"tokens": 64, "ratio": item}
+            at = "device.ratio"
+        elif key == "row_shape":
+            source["model"] = {**HYBRID, "states": [{**STATE, "row_shape": item}]}
+            at = "model.states[0].row_shape"
+        else:
+            source["model"] = {**HYBRID, key: item}
+        is_ratio = type(value) is float and value == 1.0
+        if key == "ratio" and (item == {} or (inside and is_ratio)):
+            size_stack(load_config(source, {}, {}))
+        elif item == {1, 2} and key == "row_shape":
+            continue  # any collection of numbers is a shape
+        elif item is None:
+            is_refused_at("model" if key != "ratio" else at, source, {}, {})
+        else:
+            is_refused_at(at, source, {}, {})
+
+
 @pytest.mark.parametrize(
     "size",
     [

@@ -72,19 +72,19 @@ def test_the_text_part_of_a_multimodal_config_counts() -> None:
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window"),
-        ({"layer_types": ["linear_attention", "full_attention"]}, "states are not known"),
-        ({"layer_types": ["hybrid", "hybrid"]}, "states are not known"),
-        ({"layer_types": ["indexed_attention"] * 2}, "type indexed_attention"),
-        ({"layer_types": ["no_such", "linear_attention"]}, "type no_such"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "sliding_window: is required"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window: is required"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "states: is required"),
+        ({"layer_types": ["linear_attention"] * 2}, "no layer has full attention"),
+        (
+            {"layer_types": ["mlp", "full_attention", "none"]},
+            "names 3 layers, where num_layers is 2",
+        ),
+        ({"layer_types": ["indexed_attention"]}, "type indexed_attention"),
         ({"index_topk": 2048}, "sparse-attention indexer"),
         ({"state_size": 16}, "Mamba"),
-        ({"num_kv_shared_layers": 15}, "share another layer's KV"),
-        ({"kv_sharing_modes": ["store", "reuse"]}, "share another layer's KV"),
-        (
-            {"per_layer_config": [SimpleNamespace(head_dim=8), SimpleNamespace(head_dim=16)]},
-            "differ from layer to layer",
-        ),
+        ({"num_kv_shared_layers": 15}, "no layer has full attention"),
+        ({"swa_head_dim": 64}, "sliding layers with other heads"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
     ],
 )
@@ -92,61 +92,6 @@ def test_other_kinds_of_state_are_refused(extra: dict[str, Any], words: str) -> 
     """Better no cache than one that restores half of a model's state."""
     with pytest.raises(ConfigError, match=words):
         model_from_hf(SimpleNamespace(**LLAMA, **extra))
-
-
-def test_windows_and_chunks() -> None:
-    """Each layer's window in tokens, from wherever its kind says so; a chunk is a window."""
-    config = {
-        **LLAMA,
-        "num_hidden_layers": 3,
-        "layer_types": ["sliding_attention", "chunked_attention", "full_attention"],
-        "sliding_window": 4096,
-        "attention_chunk_size": 8192,
-    }
-    model = model_from_hf(SimpleNamespace(**config))
-    assert model.layer_types == ("sliding_attention", "sliding_attention", "full_attention")
-    assert model.sliding_window == (4096, 8192)
-    of_layers = [
-        SimpleNamespace(sliding_window=16 * at, attention_chunk_size=8) for at in (1, 2, 3)
-    ]
-    model = model_from_hf(SimpleNamespace(**config, per_layer_config=of_layers))
-    assert model.sliding_window == (16, 8)
-
-
-@pytest.mark.parametrize(
-    "extra",
-    [
-        {"sliding_window": 4096},
-        {"attention_chunk_size": 8192},
-        {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4096},
-    ],
-)
-def test_windows_on_all_layers_are_kept_as_full_attention(extra: dict[str, Any]) -> None:
-    """Something has to hold the prefix. It costs memory, and is right."""
-    assert model_from_hf(SimpleNamespace(**LLAMA, **extra)) == model_from_hf(
-        SimpleNamespace(**LLAMA)
-    )
-
-
-def test_states_and_layers_without_any() -> None:
-    """Words of single models are understood; what a recurrence sums up is float32."""
-    sizes = {
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 4,
-        "ssm_state_size": 16,
-        "n_groups": 2,
-        "conv_kernel": 3,
-    }
-    types = ["mamba", "attention", "moe", "mlp"]
-    config = {**LLAMA, **sizes, "num_hidden_layers": 4, "layer_types": types}
-    model = model_from_hf(SimpleNamespace(**config))
-    assert model.layer_types == ("linear_attention", "full_attention", "none", "none")
-    assert [(s.name, s.row_shape, s.dtype) for s in model.states] == [
-        ("conv", (96, 3), "bfloat16"),
-        ("recurrent", (8, 4, 16), "float32"),
-    ]
-    with pytest.raises(ConfigError, match="states are not known"):
-        model_from_hf(SimpleNamespace(**{**config, "conv_kernel": "4"}))
 
 
 def test_missing_numbers_are_named() -> None:
@@ -176,22 +121,89 @@ def test_numbers_that_no_model_has_are_named(change: dict[str, Any], key: str) -
     assert key in {problem.key for problem in caught.value.problems}
 
 
+def test_windows_and_the_layers_that_have_them() -> None:
+    """As the config names them; of layers that use another layer's KV nothing is kept."""
+    layers = ["sliding_attention", "full_attention"] * 3
+    given = {**LLAMA, "num_hidden_layers": 6, "layer_types": layers, "sliding_window": 512}
+    model = model_from_hf(SimpleNamespace(**given))
+    assert (model.layers_with("full"), model.windows) == ((1, 3, 5), {512: (0, 2, 4)})
+    model = model_from_hf(SimpleNamespace(**given, num_kv_shared_layers=3))
+    assert (model.layers_with("full"), model.windows) == ((1,), {512: (0, 2)})
+
+
+def test_layers_with_windows_of_their_own() -> None:
+    """A config that differs from layer to layer is asked layer by layer."""
+    layers = ["sliding_attention", "full_attention", "sliding_attention"]
+    windows = [SimpleNamespace(sliding_window=window) for window in (64, None, 128)]
+    config = SimpleNamespace(
+        **{**LLAMA, "num_hidden_layers": 3},
+        layer_types=layers,
+        is_heterogeneous=True,
+        per_layer_config=windows,
+    )
+    assert model_from_hf(config).windows == {128: (2,), 64: (0,)}
+
+
+def test_a_chunk_is_a_window() -> None:
+    """A layer with chunked attention needs no more than the tokens of one chunk."""
+    layers = ["chunked_attention", "full_attention", "sliding_attention"]
+    config = {**LLAMA, "num_hidden_layers": 3, "layer_types": layers, "sliding_window": 64}
+    model = model_from_hf(SimpleNamespace(**config, attention_chunk_size=128))
+    assert model.windows == {128: (0,), 64: (2,)}
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"sliding_window": 4096},
+        {"attention_chunk_size": 8192},
+        {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4096},
+    ],
+)
+def test_windows_on_all_layers_are_kept_as_full_attention(extra: dict[str, Any]) -> None:
+    """Something has to hold the prefix: it costs memory, and is right."""
+    plain = model_from_hf(SimpleNamespace(**LLAMA))
+    assert model_from_hf(SimpleNamespace(**LLAMA, **extra)) == plain
+
+
+def test_words_of_single_models_for_layers() -> None:
+    """Attention, Mamba, MLPs by the names that older configs have."""
+    config = SimpleNamespace(
+        **{**LLAMA, "num_hidden_layers": 4},
+        layer_types=["mamba", "moe", "attention", "mlp"],
+        mamba_expand=2,
+        mamba_d_state=16,
+        mamba_d_conv=4,
+    )
+    model = model_from_hf(config)
+    assert (model.layers_with("recurrent"), model.layers_with("full")) == ((0,), (2,))
+    assert [(state.row_shape, state.dtype) for state in model.states] == [
+        ((128, 4), "bfloat16"),
+        ((128, 16), "float32"),
+    ]
+
+
 REAL = [
     ("LlamaConfig", {}, None),
     ("Qwen3Config", {}, None),
     ("DeepseekV3Config", {}, None),
     ("MistralConfig", {}, None),
     ("Gemma2Config", {}, None),
+    ("Gemma3TextConfig", {}, None),
+    ("Gemma3nTextConfig", {}, None),
+    ("Gemma4TextConfig", {}, "differ in head_dim"),
     ("GptOssConfig", {}, None),
+    ("MiMoV2FlashConfig", {}, "twice the KV heads"),
     ("Llama4TextConfig", {}, None),
-    ("Gemma4TextConfig", {}, "differ from layer to layer"),
     ("Qwen3NextConfig", {}, None),
-    ("BambaConfig", {"attn_layer_indices": [9]}, None),
+    ("KimiLinearConfig", {}, None),
+    ("BambaConfig", {}, "no layer has full attention"),
+    ("BambaConfig", {"attn_layer_indices": [9, 18, 27]}, None),
     ("FalconH1Config", {}, None),
-    ("Zamba2Config", {}, None),
+    ("NemotronHConfig", {}, None),
     ("JambaConfig", {}, None),
-    ("Lfm2Config", {}, None),
-    ("Mamba2Config", {}, "are not known"),
+    ("Mamba2Config", {}, "no layer has full attention"),
+    ("MiniMaxConfig", {}, "states: is required"),
     ("DeepseekV32Config", {}, "indexed_attention"),
     ("T5Config", {}, "encoder-decoder"),
 ]

@@ -297,6 +297,140 @@ def test_mistakes_in_the_model(change: dict[str, Any], key: str, message: str) -
     assert message in found[key].message
 
 
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+STATE = {"name": "conv", "row_shape": [8, 4], "dtype": "float32"}
+
+
+def test_layers_windows_and_states_are_read(write: Any) -> None:
+    """As a Hugging Face config.json has them; one number stands for all windows."""
+    text = (
+        "model:\n  dtype: float32\n  num_layers: 3\n  num_kv_heads: 1\n  head_dim: 4\n"
+        "  layer_types: [hybrid_sliding, full_attention, linear_attention]\n"
+        "  sliding_window: 512\n"
+        "  states: [{name: conv, row_shape: [8, 4], dtype: bfloat16}]\n"
+        "device: {size: 1GiB, ratio: {swa: 0.5, mamba: 1}}\nhost: {size: 1GiB}\n"
+    )
+    config = load(write(text), environ={"TIERED_CACHE_HOST__RATIO__SWA": "0.25"})
+    model = config.model
+    assert model.windows == {512: (0,)}
+    assert (model.layers_with("full"), model.layers_with("recurrent")) == ((1,), (0, 2))
+    assert model.states[0].row_shape == (8, 4)
+    assert model.state_kinds == {"full", "window", "recurrent"}
+    assert config.device.ratio == {"swa": 0.5, "mamba": 1}
+    assert config.host is not None
+    assert config.host.ratio == {"swa": 0.25}
+    assert load({"model": model, "device": {"size": "1GiB"}}).model == model
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "words"),
+    [
+        ({"layer_types": [FULL]}, "model.layer_types", "names 1 layers, where num_layers is 2"),
+        ({"layer_types": []}, "model.layer_types", "must not be empty"),
+        ({"layer_types": FULL}, "model.layer_types", "must be a list, not text"),
+        ({"layer_types": [FULL, 5]}, "model.layer_types[1]", "must be text, not a number"),
+        ({"layer_types": [FULL, "full_atention"]}, "model.layer_types[1]", "did you mean full_att"),
+        ({"layer_types": ["mamba", FULL]}, "model.layer_types[0]", "did you mean linear_attention"),
+        ({"layer_types": ["odd", FULL]}, "model.layer_types[0]", "register_stack_strategy"),
+        (
+            {"layer_types": [SLIDING] * 2, "sliding_window": 4},
+            "model.layer_types",
+            "no layer has full attention: such a model is not supported yet (a model with windows",
+        ),
+        ({"layer_types": [FULL, SLIDING]}, "model.sliding_window", "is required beside sliding"),
+        ({"layer_types": [FULL, LINEAR]}, "model.states", "is required beside linear_attention"),
+        ({"layer_types": [FULL, LINEAR], "states": []}, "model.states", "is required beside"),
+        ({"sliding_window": 4}, "model.sliding_window", "means nothing: no layer has sliding"),
+        ({"states": [STATE]}, "model.states", "means nothing: no layer has linear_attention"),
+        (
+            {"layer_types": [FULL, SLIDING], "sliding_window": [4, 5]},
+            "model.sliding_window",
+            "has 2 numbers for 1 layers",
+        ),
+        (
+            {"layer_types": [FULL, SLIDING], "sliding_window": "4"},
+            "model.sliding_window",
+            "must be a whole number, or a list of them",
+        ),
+        (
+            {"layer_types": [FULL, SLIDING], "sliding_window": 0},
+            "model.sliding_window[0]",
+            "must be 1 or more",
+        ),
+        (
+            {"layer_types": [FULL, LINEAR], "states": [{**STATE, "shape": 1}]},
+            "model.states[0].shape",
+            "unknown key (did you mean row_shape?)",
+        ),
+        (
+            {"layer_types": [FULL, LINEAR], "states": [{**STATE, "name": "a b"}]},
+            "model.states[0].name",
+            "is not a name",
+        ),
+        (
+            {"layer_types": [FULL, LINEAR], "states": [STATE, STATE]},
+            "model.states",
+            "two pools have the same name",
+        ),
+        (
+            {
+                "layer_types": [FULL, LINEAR],
+                "states": [STATE],
+                "extra_pools": [{**STATE, "num_layers": 1}],
+            },
+            "model.extra_pools",
+            "two pools have the same name",
+        ),
+    ],
+)
+def test_mistakes_about_layers(change: dict[str, Any], key: str, words: str) -> None:
+    """What is missing, too much, or misspelt, and what to write instead."""
+    found = problems({"model": {**MODEL, **change}})
+    assert list(found) == [key]
+    assert words in str(found[key])
+
+
+def test_all_mistakes_about_layers_are_reported_at_once() -> None:
+    """Each unknown word once, however many layers have it."""
+    found = problems(
+        {
+            "model": {
+                **MODEL,
+                "num_layers": 4,
+                "layer_types": ["odd", "odd", "conv"],
+                "states": [{"name": 5}],
+                "sliding_window": -1,
+            }
+        }
+    )
+    assert set(found) == {
+        "model.layer_types",
+        "model.layer_types[0]",
+        "model.layer_types[2]",
+        "model.states[0].name",
+        "model.states[0].row_shape",
+        "model.states[0].dtype",
+        "model.sliding_window[0]",
+    }
+
+
+@pytest.mark.parametrize(
+    ("device", "key", "words"),
+    [
+        ({"ratio": {"swa": 0.5}}, "device.ratio", "means nothing without size or tokens"),
+        ({"tokens": 64, "ratio": {"swa": 0}}, "device.ratio.swa", "must be more than 0"),
+        ({"tokens": 64, "ratio": {"swa": 1001}}, "device.ratio.swa", "must be 1,000 or less"),
+        ({"tokens": 64, "ratio": {"swa": "half"}}, "device.ratio.swa", "must be a number"),
+        ({"tokens": 64, "ratio": 0.5}, "device.ratio", "must be a section of keys and values"),
+    ],
+)
+def test_mistakes_in_a_ratio(device: dict[str, Any], key: str, words: str) -> None:
+    """Which component ids there are is known only with the model; the numbers are judged here."""
+    found = problems({"model": MODEL, "device": device})
+    assert list(found) == [key]
+    assert words in found[key].message
+
+
 def test_a_model_is_required_and_says_how_to_get_one() -> None:
     """The hint names the way from a Hugging Face config."""
     found = problems({"page_size": 16})

@@ -21,6 +21,7 @@ HEALTH_TESTS: Final = "tests/storage/test_health.py::"
 ENDS: Final = "tests/storage/test_ends.py::"
 THREE: Final = "tests/storage/test_three_tiers.py::"
 OPTIONS: Final = "tests/storage/test_options.py::"
+EVENTS: Final = "tests/cases/test_cases_storage_events.py::"
 
 MUTANTS: Final = [
     # Buffers are quiet.
@@ -218,9 +219,9 @@ MUTANTS: Final = [
         rule="§10.4",
         harm="pages are kept that cannot be reached",
         file=BACKUP,
-        old="            if call.results and call.num_good == len(ids):\n",
-        new="            if call.results:\n",
-        test=BACKUP_TESTS + "test_below_what_could_not_be_written_nothing_is",
+        old="            if is_there and call.results and call.num_good == len(ids):\n",
+        new="            if is_there and call.results:\n",
+        test=BACKUP_TESTS + "test_a_refused_page_is_written_when_it_is_next_used",
     ),
     Mutant(
         id="what-is-stored-stands-for-what-is-above-it",
@@ -236,7 +237,7 @@ MUTANTS: Final = [
         rule="§8.4",
         harm="the host gives up what is nowhere else",
         file=BACKUP,
-        old="            if call.results and call.num_good == len(ids):\n",
+        old="            if is_there and call.results and call.num_good == len(ids):\n",
         new="            if True:\n",
         test=BACKUP_TESTS + "test_a_refused_page_is_written_when_it_is_next_used",
     ),
@@ -254,8 +255,8 @@ MUTANTS: Final = [
         rule="§10.3",
         harm="a page that was spoilt once is a miss for ever",
         file=BACKUP,
-        old="if at >= first and (not is_there or self._io.is_suspect(key))",
-        new="if at >= first and not is_there",
+        old="            if not is_there or self._io.is_suspect(key)\n",
+        new="            if not is_there\n",
         test=BACKUP_TESTS + "test_what_storage_has_wrong_is_replaced",
     ),
     Mutant(
@@ -292,7 +293,70 @@ MUTANTS: Final = [
         file=TIER,
         old="        for forgotten in self._around.tree.forget_all_stored(SWEEP_NODES):\n",
         new="        for forgotten in ():\n",
-        test=ENDS + "test_a_detach_that_is_cancelled_is_finished",
+        test=EVENTS + "test_b40_what_the_host_lacks_in_the_middle_is_kept_when_it_is_next_used",
+    ),
+    Mutant(
+        id="a-write-from-before-a-clear-is-believed",
+        rule="§8.4",
+        harm="pages are kept without those above them, which a clear has deleted",
+        file=BACKUP,
+        old="            is_there = call.clears == self._io.num_clears\n",
+        new="            is_there = True\n",
+        test=EVENTS + "test_b106_what_was_under_way_at_a_clear_is_not_believed",
+    ),
+    Mutant(
+        id="an-answer-from-before-a-clear-is-believed",
+        rule="§8.4",
+        harm="pages that a clear has deleted are never written again",
+        file=BACKUP,
+        old="        if clears != self._io.num_clears:\n",
+        new="        if False:\n",
+        test=EVENTS + "test_b106_what_was_under_way_at_a_clear_is_not_believed",
+    ),
+    Mutant(
+        id="a-read-from-before-a-clear-is-believed",
+        rule="§8.4",
+        harm="pages that a clear has deleted are never written again",
+        file=PREFETCH,
+        old="            if boundary is not None and call.clears == self._io.num_clears:\n",
+        new="            if boundary is not None:\n",
+        test=EVENTS + "test_b106_what_was_under_way_at_a_clear_is_not_believed",
+    ),
+    Mutant(
+        id="a-question-corrects-nothing",
+        rule="§8.4",
+        harm="a page that storage has lost is never written again",
+        file=PREFETCH,
+        old="        if found < believed:",
+        new="        if False:",
+        test=EVENTS + "test_b106_what_is_believed_is_put_right_by_a_question",
+    ),
+    Mutant(
+        id="a-backup-does-not-look-above",
+        rule="§8.4",
+        harm="pages are kept without those above them, which storage has lost",
+        file=BACKUP,
+        old="            if missing and missing[0] < first:",
+        new="            if False:",
+        test=EVENTS + "test_b41_what_storage_has_lost_above_is_kept_again",
+    ),
+    Mutant(
+        id="a-clear-is-told-to-nobody",
+        rule="§12.1",
+        harm="observers believe in pages that storage has no more",
+        file=RADIX,
+        old="        self.observers.on_event(Event(EventKind.FORGOTTEN, tier=Tier.STORAGE))\n",
+        new="",
+        test=EVENTS + "test_b106_what_was_under_way_at_a_clear_is_not_believed",
+    ),
+    Mutant(
+        id="only-the-end-of-a-path-is-looked-at",
+        rule="§9.5",
+        harm="what is above a host copy, and was only in storage, is never kept again",
+        file=POLICIES,
+        old="            node = node.parent  # what is above may lack it",
+        new="            return  # what is above may lack it",
+        test=EVENTS + "test_b40_what_the_host_lacks_in_the_middle_is_kept_when_it_is_next_used",
     ),
     Mutant(
         id="what-waits-is-not-bounded",

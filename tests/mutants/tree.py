@@ -415,7 +415,7 @@ MUTANTS: Final = [
             "            ):"
         ),
         new="if not evict(node, eviction):",
-        test="tests/tree/test_eviction.py::test_an_unbacked_leaf_stays_while_something_below_it_is_held",
+        test="tests/tree/test_eviction.py::test_a_host_leaf_stays_while_something_below_it_is_held",
     ),
     Mutant(
         id="evict-drops-what-the-host-has",
@@ -445,14 +445,14 @@ MUTANTS: Final = [
         file=RADIX,
         old="if any(map(_is_held_host_copy, below)):",
         new="if node.end < 0:",
-        test="tests/tree/test_eviction.py::test_an_unbacked_leaf_stays_while_something_below_it_is_held",
+        test="tests/tree/test_eviction.py::test_an_unbacked_leaf_goes_alone_while_something_below_it_is_held",
     ),
     Mutant(
         id="a-host-lock-keeps-pages-of-the-device",
         rule="§11.5",
         harm="a crash: pages that were promised cannot be given up while a prefetch is held",
         file=RADIX,
-        old="                if not node.data[BASE].host_lock_ref:\n",
+        old="                if base.value is None and not base.host_lock_ref:\n",
         new="                if node.end:\n",
         test="tests/tree/test_eviction.py::test_a_leaf_that_is_held_on_the_host_itself_goes_alone",
     ),

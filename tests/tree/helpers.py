@@ -7,7 +7,6 @@ counters say.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -16,6 +15,7 @@ import numpy as np
 from tiered_cache.keys import RadixKey
 from tiered_cache.observe import Observer
 from tiered_cache.pools.allocator import PageAllocator
+from tiered_cache.testing.component_scene import contents, path_to, whole_key
 from tiered_cache.tree.components.full import FullComponent
 from tiered_cache.tree.locks import Receipt
 from tiered_cache.tree.node import Node
@@ -33,7 +33,6 @@ from tiered_cache.types import (
 )
 
 SEQUENCE_LENGTH: Final = 100_000
-TOKEN_BYTES: Final = 8
 
 Policy = str | Callable[[], EvictionPolicy]
 
@@ -42,22 +41,6 @@ def seq(name: str, stop: int, start: int = 0) -> list[int]:
     """`A[start:stop)` of a sequence of distinct tokens that shares none with any other name's."""
     base = SEQUENCE_LENGTH * int.from_bytes(name.encode(), "big")
     return list(range(base + start, base + stop))
-
-
-def contents(key: RadixKey, page_size: int) -> list[bytes]:
-    """What each whole page of a key must hold."""
-    namespace = key.namespace
-    state = hashlib.blake2b(
-        repr((namespace.extra_key, namespace.cache_salt, namespace.is_bigram)).encode(),
-        digest_size=8,
-    )
-    extra = 1 if namespace.is_bigram else 0
-    pages = []
-    tokens = key.tokens
-    for page in range(len(key) // page_size):
-        state.update(tokens[page * page_size : (page + 1) * page_size + extra].tobytes())
-        pages.append(state.copy().digest())
-    return pages
 
 
 class Rig:
@@ -257,29 +240,6 @@ class Rig:
 
 
 # --- reading a tree -------------------------------------------------------------------------------
-
-
-def path_to(node: Node) -> list[Node]:
-    """The nodes from below the root to `node`."""
-    path = []
-    while node.parent is not None:
-        path.append(node)
-        node = node.parent
-    return path[::-1]
-
-
-def whole_key(node: Node) -> RadixKey:
-    """The key that ends where a node ends."""
-    namespace = node.namespace
-    overlap = TOKEN_BYTES if namespace.is_bigram else 0
-    parts = [step.key for step in path_to(node)]
-    data = b"".join(part[: len(part) - overlap] for part in parts[:-1]) + parts[-1]
-    return RadixKey(
-        np.frombuffer(data, np.int64),
-        namespace.extra_key,
-        namespace.cache_salt,
-        namespace.is_bigram,
-    )
 
 
 def host_value(node: Node) -> PageIds:

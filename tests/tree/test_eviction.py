@@ -114,21 +114,49 @@ def test_an_unbacked_leaf_takes_what_only_the_host_has_below_it() -> None:
 
 
 @pytest.mark.parametrize("held", [64, 96])
-def test_an_unbacked_leaf_stays_while_something_below_it_is_held(held: int) -> None:
-    """§7.3: unless anything there is locked; other leaves go instead, and it waits in the order."""
+def test_an_unbacked_leaf_goes_alone_while_something_below_it_is_held(held: int) -> None:
+    """§7.3, §11.5: what is held on the host stays; the device's pages were promised to others."""
     rig = Rig()
     path = seq("A", 32) + seq("B", 32) + seq("C", 32)
     found = top_without_host(rig, path, 32, 64, 96)
     receipt = rig.tree.inc_host_lock_ref(Boundary(found.best_node, held), start=held - 32)
-    rig.publish(seq("D", 32))
-    rig.publish(seq("E", 32))
-    assert rig.evict(1).count(0) == 2
-    assert rig.evict(1000).count(0) == 2
-    assert rig.evict(1000).count(0) == 0
-    assert rig.hit(path) == (32, 64)
+    assert rig.tree.evictable_size() == 2
+    result = rig.evict(1)
+    assert (result.count(0), result.count(0, Tier.HOST)) == (2, 0)
     rig.check()
+    assert rig.hit(path) == (0, 0)
+    rig.publish(path[:32])
+    assert rig.hit(path) == (32, 64)
     rig.tree.dec_host_lock_ref(receipt)
     assert rig.evict(1000).count(0) == 2
+    assert rig.tree.num_nodes == 0
+    rig.check()
+
+
+def test_a_host_leaf_stays_while_something_below_it_is_held() -> None:
+    """§8.1, §6.4: top (host) - middle (storage only) - bottom (host, held): other leaves go
+    instead, and the top waits in the order."""
+    rig = Rig()
+    path = seq("A", 32) + seq("B", 32) + seq("C", 32)
+    for end in (32, 64, 96):
+        rig.publish(path[:end])
+    rig.backup(path)
+    middle = path_to(rig.match(path).best_node)[1]
+    rig.tree.believe_stored(middle, 0, True)
+    bottom = rig.match(path).best_boundary
+    rig.evict(1000)
+    receipt = rig.tree.inc_host_lock_ref(bottom, start=64)
+    rig.tree.components[0]._lose(middle, Tier.HOST)  # type: ignore[attr-defined]
+    rig.host.free(rig.host_gap())
+    for name in "DE":
+        rig.host_only(seq(name, 32))
+    assert rig.evict_host(1).count(0, Tier.HOST) == 2
+    assert rig.evict_host(1000).count(0, Tier.HOST) == 2
+    assert rig.evict_host(1000).count(0, Tier.HOST) == 0
+    assert rig.hit(path) == (0, 32)
+    rig.check()
+    rig.tree.dec_host_lock_ref(receipt)
+    assert rig.evict_host(1000).count(0, Tier.HOST) == 4
     assert rig.tree.num_nodes == 0
     rig.check()
 

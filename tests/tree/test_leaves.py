@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from tests.tree.helpers import Rig, order_of, path_to, seq
-from tiered_cache.keys import DEFAULT_NAMESPACE
+from tiered_cache.keys import DEFAULT_NAMESPACE, RadixKey
+from tiered_cache.tree import leaves
 from tiered_cache.tree import order as order_module
 from tiered_cache.tree.leaves import MAX_UNSETTLED
 from tiered_cache.tree.node import ComponentData, Node
@@ -144,3 +145,18 @@ def test_an_order_equals_a_sorted_list_through_random_changes(
 
 def rank(node: Node) -> int:
     return (node.priority << 40) + node.end
+
+
+def test_host_leaves_of_one_depth_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """§2.5: what comes to the host has a stamp of its own from its first moment, also when the
+    order is settled in that moment; with that of the last match it would be taken for a leaf of the
+    same depth, and one of both be lost from the order."""
+    monkeypatch.setattr(leaves, "MAX_UNSETTLED", 1)
+    rig = Rig()
+    rig.host_only(seq("A", 32))
+    rig.hit(seq("A", 32))
+    ids = rig.host.allocate(2)
+    assert ids is not None
+    rig.tree.insert_host(RadixKey(seq("B", 32)), 0, 0, ids)
+    assert len(set(order_of(rig.tree, Tier.HOST))) == 2
+    rig.tree.check_integrity()

@@ -86,10 +86,11 @@ def small_parts(config: Config, sizing: Sizing) -> Parts:
     for pages in (sizing.num_pages, sizing.host_pages):
         most += [] if pages is None else pages.values()
     tokens = max(1, min(most)) * config.page_size
+    ratio = {str(part.id): 1.0 for part in sizing.stack.components[1:]}
     changes = {
         "mode": "on",
-        "device": DeviceConfig(type=config.device.type, tokens=tokens),
-        "host": HostConfig(tokens=tokens),
+        "device": DeviceConfig(type=config.device.type, tokens=tokens, ratio=ratio),
+        "host": HostConfig(tokens=tokens, ratio=ratio),
         "storage": None,
     }
     return build(config.model_copy(update=changes))

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from tiered_cache.strategies.base import ComponentSpec
+
 
 def show_plan(path: Path, console: Console) -> None:
     """Prints the tables.
@@ -47,41 +49,51 @@ def show_plan(path: Path, console: Console) -> None:
 
 
 def pools_table(sizing: Sizing) -> Table:
-    """What each pool costs."""
-    table = _table("Pools", text=("pool", "row", "ranks hold"))
+    """What each pool costs: per page, or per state where one stands for all tokens before it."""
+    table = _table("Pools", text=("pool", "row", "ranks"))
     for heading in ("layers", "bytes/token", "bytes/page"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for pool in sizing.stack.pools:
+    parts = sizing.stack.components
+    for part in parts:
+        is_per_page = sizing.is_per_page(part)
+        for pool in sizing.stack.pools_of(part.id):
+            table.add_row(
+                pool.name if pool.name.startswith(f"{part.id}.") else f"{part.id}/{pool.name}",
+                f"{'×'.join(map(str, pool.row_shape))} {pool.dtype}",
+                "the same" if pool.sharding == "replicated" else "a share",
+                str(len(pool.layers)),
+                f"{pool.page_bytes / sizing.page_size:,.10g}" if is_per_page else "",
+                f"{pool.page_bytes:,}",
+            )
+        table.add_section()
+        total = sizing.page_bytes(part.id)
         table.add_row(
-            f"{pool.component}/{pool.name}",
-            f"{'×'.join(map(str, pool.row_shape))} {pool.dtype}",
-            "the same" if pool.sharding == "replicated" else "a share",
-            str(len(pool.layers)),
-            f"{pool.page_bytes / sizing.page_size:,.10g}",
-            f"{pool.page_bytes:,}",
+            "all" if len(parts) == 1 else f"all of {part.id}",
+            *("", "", ""),
+            f"{total / sizing.page_size:,.10g}" if is_per_page else "a state",
+            f"{total:,}",
+            style="bold",
+            end_section=True,
         )
-    table.add_section()
-    total = sum(pool.page_bytes for pool in sizing.stack.pools)
-    table.add_row(
-        "all", "", "", "", f"{total / sizing.page_size:,.10g}", f"{total:,}", style="bold"
-    )
     return table
 
 
 def tiers_table(config: Config, sizing: Sizing) -> Table:
-    """What the budget buys."""
+    """What the budget buys. Pages are a component's ids; a state stands for no number of tokens."""
     table = _table("Tiers", text=("tier", "on", "component"))
     for heading in ("pages", "tokens", "size"):
         table.add_column(heading, justify="right", no_wrap=True)
     for part in sizing.stack.components:
         cells = ["as in", "device_pools", ""]
         if sizing.num_pages is not None:
-            cells = _tier_cells(sizing, sizing.num_pages[part.id], sizing.page_bytes(part.id))
-        table.add_row("device", config.device.type, part.id, *cells)
+            size = sizing.page_bytes(part.id)
+            cells = _tier_cells(sizing, part, sizing.num_pages[part.id], size)
+        window = "" if part.window is None else f", window {part.window:,}"
+        table.add_row("device", config.device.type, f"{part.id}{window}", *cells)
     if sizing.host_pages is not None:
         for part in sizing.stack.components:
             stride = sizing.row_layout(part.id).stride
-            cells = _tier_cells(sizing, sizing.host_pages[part.id], stride)
+            cells = _tier_cells(sizing, part, sizing.host_pages[part.id], stride)
             table.add_row("host", "memory", part.id, *cells)
     if config.storage is not None:
         for part in sizing.stack.components:
@@ -93,9 +105,9 @@ def tiers_table(config: Config, sizing: Sizing) -> Table:
     return table
 
 
-def _tier_cells(sizing: Sizing, num_pages: int, page_bytes: int) -> list[str]:
-    tokens, size = num_pages * sizing.page_size, num_pages * page_bytes
-    return [f"{num_pages:,}", f"{tokens:,}", human_bytes(size)]
+def _tier_cells(sizing: Sizing, part: ComponentSpec, num_pages: int, page_bytes: int) -> list[str]:
+    tokens = f"{num_pages * sizing.page_size:,}" if sizing.is_per_page(part) else "states"
+    return [f"{num_pages:,}", tokens, human_bytes(num_pages * page_bytes)]
 
 
 def rows_table(config: Config, sizing: Sizing) -> Table:
@@ -111,7 +123,7 @@ def rows_table(config: Config, sizing: Sizing) -> Table:
         table.add_row(
             component.id,
             f"{len(layout.slices):,}",
-            f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}",
+            f"{sizes[0]:,}" if len(sizes) == 1 else f"≤ {sizes[-1]:,}",
             f"{HEADER_BYTES:,}",
             f"{layout.payload_bytes:,}",
             f"{layout.padding_bytes:,}",

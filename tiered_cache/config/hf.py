@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import ValidationError
 
+from tiered_cache.config.hf_states import layer_states
 from tiered_cache.config.marks import Mark, Marks
 from tiered_cache.config.problems import problems_of
 from tiered_cache.config.schema import LAYER_TYPE_ALIASES, LAYER_TYPES, ModelConfig
 from tiered_cache.errors import ConfigError, ConfigProblem
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator, Sequence
 
 
 def model_from_hf(
@@ -24,8 +25,8 @@ def model_from_hf(
         hf_config: anything with the attributes of a `PreTrainedConfig`; of a multimodal one, the
             text part is taken.
         id, revision: default: what the config object remembers of where it came from.
-        dtype: of keys, values and convolutions, a name or a torch dtype; default: the config
-            object's.
+        dtype: of the attention state and the convolutions', a name or a torch dtype; default: the
+            config object's. Recurrent states are float32, as transformers keeps them.
 
     Raises:
         ConfigError: the model keeps state that no strategy handles yet, or a number is missing.
@@ -37,16 +38,16 @@ def model_from_hf(
         raise ConfigError(
             [ConfigProblem(refusal, "model", file=_hf_name(text)) for refusal in refusals]
         )
-    state_dtype = _dtype_name(
+    dtype_name = _dtype_name(
         dtype or getattr(text, "dtype", None) or getattr(hf_config, "dtype", None)
     )
     settings: dict[str, Any] = {
         "id": id or getattr(hf_config, "_name_or_path", None) or None,
         "revision": revision or getattr(hf_config, "_commit_hash", None),
-        "dtype": state_dtype,
+        "dtype": dtype_name,
         "num_layers": getattr(text, "num_hidden_layers", None),
         **(_latent_shape(text) if _is_latent(text) else _heads_shape(text)),
-        **_layers(text, state_dtype),
+        **_layers(text, dtype_name),
     }
     given = {key: value for key, value in settings.items() if value is not None}
     try:
@@ -61,28 +62,41 @@ def _hf_name(text: Any) -> str:
 
 
 def _unsupported(text: Any) -> Iterator[str]:
-    """State that cannot be described, in words."""
+    """State that no strategy here keeps, in words."""
     if getattr(text, "is_encoder_decoder", False):
         yield "encoder-decoder models are not supported"
-    sharing = getattr(text, "kv_sharing_modes", None) or ()
-    if getattr(text, "num_kv_shared_layers", None) or "reuse" in sharing:
-        yield "layers that share another layer's KV are not supported yet"
-    if len({repr(_heads_shape(layer)) for layer in getattr(text, "per_layer_config", ())}) > 1:
-        yield "attention heads that differ from layer to layer are not supported yet"
+    for key in UNIFORM:
+        try:
+            getattr(text, key, None)
+        except RuntimeError:  # transformers' word for a number that is not the same on all layers
+            yield f"layers that differ in {key} are not supported yet"
+    if any(getattr(text, key, None) is not None for key in OF_SLIDING):
+        yield "sliding layers with other heads than the rest are not supported yet"
+    if (words := UNTOLD.get(str(getattr(text, "model_type", None)))) is not None:
+        yield f"{words}: not supported yet"
     kinds = getattr(text, "layer_types", None)
-    if kinds is None:
-        for telltale, words in TELLTALES.items():
-            if getattr(text, telltale, None) is not None:
-                yield f"{words} is not supported where the config has no layer_types"
-    elif not _is_list_of_text(kinds):
+    if kinds is not None and not _is_list_of_text(kinds):
         yield "layer_types must be a list of text"
-    else:
-        unknown = sorted(set(kinds) - KNOWN_TYPES)
-        for kind in unknown:
+    elif kinds is not None:
+        for kind in sorted(set(kinds) - {*LAYER_TYPES, *LAYER_TYPE_ALIASES, *WINDOWS}):
             yield f"layers of type {kind} are not supported yet"
-        if not unknown and _has_states(_layer_types(text)) and not _states(text, None):
-            yield "the shapes of its linear layers' states are not known"
+    for telltale, words in TELLTALES.items():
+        if getattr(text, telltale, None) is not None and kinds is None:
+            yield f"{words} is not supported yet where the config has no layer_types"
 
+
+UNIFORM: Final = (
+    *("num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim", "v_head_dim"),
+    *("kv_lora_rank", "qk_rope_head_dim"),
+)
+"""What pools take to be the same on all layers."""
+
+OF_SLIDING: Final = ("swa_num_key_value_heads", "swa_head_dim")
+
+UNTOLD: Final = {
+    "mimo_v2_flash": "sliding layers have twice the KV heads, which the config does not say"
+}
+"""By model type, what no attribute gives away."""
 
 TELLTALES: Final = {
     "index_topk": "a sparse-attention indexer",
@@ -94,134 +108,64 @@ TELLTALES: Final = {
 }
 """Attributes that give away a further kind of state where a config has no `layer_types`."""
 
+
+def _is_list_of_text(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
+
+
+def _layers(text: Any, dtype: str | None) -> dict[str, Any]:
+    """What each layer keeps; nothing is said where that is full attention everywhere."""
+    types = _layer_types(text)
+    if "full" not in {kind for name in types for kind in LAYER_TYPES[name]}:
+        # Something has to hold the prefix: windows are kept in full, and used in part.
+        types = [WITHOUT_WINDOW.get(name, name) for name in types]
+    if not set(types) - {"full_attention"}:
+        return {}
+    kinds = [kind for name in types for kind in LAYER_TYPES[name]]
+    return {
+        "layer_types": types,
+        "sliding_window": _windows(text) if "window" in kinds else None,
+        "states": layer_states(text, dtype) if "recurrent" in kinds else None,
+    }
+
+
 WINDOWS: Final = {
     "sliding_attention": "sliding_window",
     "hybrid_sliding": "sliding_window",
     "chunked_attention": "attention_chunk_size",
 }
-"""Layers that see a part of the tokens, with the attribute that says how many. Of a chunk, too, no
-more is needed than the tokens of a window as long."""
-
-KNOWN_TYPES: Final = frozenset({*LAYER_TYPES, *LAYER_TYPE_ALIASES, *WINDOWS})
-
-
-def _layers(text: Any, dtype: str | None) -> dict[str, Any]:
-    """What kinds of layers there are, and what describes them. Nothing for full attention alone."""
-    types = _layer_types(text)
-    if "full" not in {kind for name in types for kind in LAYER_TYPES[name]}:
-        # Somebody has to hold the prefix: windows are kept in full, and used in part.
-        types = [WITHOUT_WINDOW.get(name, name) for name in types]
-    if set(types) <= {"full_attention"}:
-        return {}
-    layers: dict[str, Any] = {"layer_types": types}
-    if any("window" in LAYER_TYPES[name] for name in types):
-        layers["sliding_window"] = _windows(text)
-    if _has_states(types):
-        layers["states"] = _states(text, dtype)
-    return layers
-
+"""Layers that see a part of the tokens, with the attribute that says how many. What a chunk needs
+of the tokens before it is never more than a window as long has."""
 
 WITHOUT_WINDOW: Final = {"sliding_attention": "full_attention", "hybrid_sliding": "hybrid"}
 
 
 def _layer_types(text: Any) -> list[str]:
-    """In our words. Where a config says nothing, all layers are alike: with windows or without."""
-    types = [
-        "sliding_attention" if name == "chunked_attention" else name for name in _hf_types(text)
+    num_layers = getattr(text, "num_hidden_layers", None)
+    kinds: Sequence[str] | None = getattr(text, "layer_types", None)
+    if kinds is None:  # all alike: a window, too, would come to full attention
+        kinds = ["full_attention"] * (
+            num_layers if isinstance(num_layers, int) and num_layers < 10**6 else 1
+        )
+    kinds = ["sliding_attention" if kind == "chunked_attention" else kind for kind in kinds]
+    types = [LAYER_TYPE_ALIASES.get(kind, kind) for kind in kinds]
+    shared = getattr(text, "num_kv_shared_layers", None)
+    if isinstance(shared, int) and shared > 0:  # the last ones use the KV of layers before them
+        types[-shared:] = ["none"] * min(shared, len(types))
+    return types
+
+
+def _windows(text: Any) -> Any:
+    """One window, or one for each layer that has one where these differ."""
+    types = _layer_types(text)
+    is_heterogeneous = getattr(text, "is_heterogeneous", False)
+    configs = text.per_layer_config if is_heterogeneous else [text] * len(types)
+    windows = [
+        getattr(config, WINDOWS[kind], None)
+        for name, kind, config in zip(types, text.layer_types, configs, strict=False)
+        if "window" in LAYER_TYPES[name]
     ]
-    return [LAYER_TYPE_ALIASES.get(name, name) for name in types]
-
-
-def _hf_types(text: Any) -> list[str]:
-    return list(getattr(text, "layer_types", None) or ())
-
-
-def _windows(text: Any) -> list[Any]:
-    """Of each layer that has one, in tokens."""
-    types = _hf_types(text)
-    of_layers = getattr(text, "per_layer_config", None) or [text] * len(types)
-    return [
-        getattr(layer, WINDOWS[name], None)
-        for name, layer in zip(types, of_layers, strict=False)
-        if name in WINDOWS
-    ]
-
-
-def _has_states(types: list[str]) -> bool:
-    return any("recurrent" in LAYER_TYPES[name] for name in types)
-
-
-def _states(text: Any, dtype: str | None) -> list[dict[str, Any]]:
-    """What each linear layer keeps, if its family is known. Transformers keeps what a convolution
-    sees in the model's `dtype`, and what a recurrence sums up in float32, always."""
-    dtypes = {"conv": dtype, "recurrent": "float32"}
-    for names, shapes in STATE_FAMILIES:
-        sizes = [getattr(text, name, None) for name in names]
-        if all(type(size) is int for size in sizes):
-            return [
-                {"name": name, "row_shape": shape, "dtype": dtypes[name]}
-                for name, shape in shapes(*sizes).items()
-            ]
-    return []
-
-
-Shapes = dict[str, tuple[int, ...]]
-
-
-def _mamba2(heads: int, head_dim: int, state_size: int, groups: int, kernel: int) -> Shapes:
-    channels = heads * head_dim + 2 * groups * state_size
-    return {"conv": (channels, kernel), "recurrent": (heads, head_dim, state_size)}
-
-
-def _mamba(hidden_size: int, expand: int, state_size: int, kernel: int) -> Shapes:
-    channels = hidden_size * expand
-    return {"conv": (channels, kernel), "recurrent": (channels, state_size)}
-
-
-def _gated_delta(
-    key_heads: int, key_dim: int, value_heads: int, value_dim: int, kernel: int
-) -> Shapes:
-    channels = 2 * key_heads * key_dim + value_heads * value_dim
-    return {"conv": (channels, kernel), "recurrent": (value_heads, key_dim, value_dim)}
-
-
-def _short_conv(hidden_size: int, kernel: int) -> Shapes:
-    return {"conv": (hidden_size, kernel)}
-
-
-STATE_FAMILIES: Final[tuple[tuple[tuple[str, ...], Callable[..., Shapes]], ...]] = (
-    (  # Bamba, Falcon-H1, Granite 4
-        ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv"),
-        _mamba2,
-    ),
-    (  # Nemotron-H
-        ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel"),
-        _mamba2,
-    ),
-    (  # Zamba2
-        ("n_mamba_heads", "mamba_headdim", "mamba_d_state", "mamba_ngroups", "mamba_d_conv"),
-        _mamba2,
-    ),
-    # Jamba
-    (("hidden_size", "mamba_expand", "mamba_d_state", "mamba_d_conv"), _mamba),
-    (  # Qwen3-Next, Qwen3.5, OLMo hybrid
-        (
-            "linear_num_key_heads",
-            "linear_key_head_dim",
-            "linear_num_value_heads",
-            "linear_value_head_dim",
-            "linear_conv_kernel_dim",
-        ),
-        _gated_delta,
-    ),
-    # LFM2
-    (("hidden_size", "conv_L_cache"), _short_conv),
-)
-"""How the families of linear layers call their sizes, and the states that follow from them."""
-
-
-def _is_list_of_text(value: object) -> bool:
-    return isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
+    return windows[0] if all(window == windows[0] for window in windows) else windows
 
 
 def _is_latent(text: Any) -> bool:

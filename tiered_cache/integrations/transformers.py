@@ -19,7 +19,7 @@ MHA and GQA go to the pools `k` and `v` that hold the layer (`swa.k` and `swa.v`
 apart). With multi-head latent attention (DeepSeek-V3) transformers keeps what the model compresses:
 the latent in `keys` `[1, 1, S, kv_lora_rank]`, the rotated key in `values` `[1, 1, S,
 qk_rope_head_dim]`; both lie side by side in the pool `latent`. Of a layer with a window, no more is
-brought than the window. States go to the pools `conv` and `recurrent`. Other layers are refused by
+brought than the window. States go to the pools `conv` and `temporal`. Other layers are refused by
 name.
 """
 
@@ -168,7 +168,8 @@ class TransformersRunner:
         # Explicit positions: some models would count from 0 again.
         positions = torch.arange(chunk.start, chunk.stop, device=device)
         step = 1 if self._one_at_a_time and chunk.start else len(chunk)
-        for ids, places in zip(tokens.split(step), positions.split(step), strict=True):
+        parts = zip(torch.split(tokens, step), torch.split(positions, step), strict=True)
+        for ids, places in parts:
             output = self.model(
                 input_ids=ids[None],
                 position_ids=places[None],
@@ -452,7 +453,7 @@ class _Latent:
 
 
 class _States:
-    """Pools `conv` and `recurrent`, those that the model has: a row is one state, `[1, ...]` in
+    """Pools `conv` and `temporal`, those that the model has: a row is one state, `[1, ...]` in
     transformers."""
 
     def __init__(self, component: str, pools: Mapping[str, torch.Tensor]) -> None:
@@ -462,24 +463,23 @@ class _States:
         if place.chunk.start:
             slot = place.chunk.state_slots[self._component]
             for name, pool in self._pools.items():
-                getattr(layer, f"update_{name}_state")(pool[slot : slot + 1])  # which copies
+                getattr(layer, f"update_{STATES[name]}_state")(pool[slot : slot + 1])  # copies
 
     def write(self, layer: Any, place: _Place) -> None:
         slot = place.chunk.state_slots[self._component]
-        for name in STATES:
-            state = getattr(layer, f"{name}_states")[0]
+        for name, their_name in STATES.items():
+            state = getattr(layer, f"{their_name}_states")[0]
             if (state is not None) != (name in self._pools):
                 raise ConfigError(
-                    f"the model's linear layers keep {'a' if state is not None else 'no'} {name} "
+                    f"the model's linear layers keep {'no' if state is None else 'a'} {their_name} "
                     f"state; there are pools {', '.join(self._pools)}"
                 )
             if state is not None:
-                slots = torch.tensor([slot], device=state.device)
-                _write(self._pools[name], slots, state)
+                _write(self._pools[name], torch.tensor([slot], device=state.device), state)
 
 
-STATES: Final = ("conv", "recurrent")
-"""What linear layers keep: pools and transformers' attributes are named so."""
+STATES: Final = {"conv": "conv", "temporal": "recurrent"}
+"""What linear layers keep: by pool, how transformers calls it."""
 
 LAYER_PARTS: Final[Mapping[type, tuple[str, ...]]] = {
     DynamicLayer: ("attention",),

@@ -22,11 +22,17 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SUITE: Final = "tiered_cache.testing.backends"
+REWRITTEN: Final = (
+    SUITE,
+    "tiered_cache.testing.backend_scene",
+    "tiered_cache.testing.components",
+    "tiered_cache.testing.component_scene",
+)
 CLAIMS: Final = ("persists", "shared")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    pytest.register_assert_rewrite(SUITE, "tiered_cache.testing.backend_scene")  # before conftests
+    pytest.register_assert_rewrite(*REWRITTEN)  # before conftests
     group = parser.getgroup("tiered-cache", "proving a storage backend of tiered-cache")
     group.addoption(
         "--tiered-backend",

@@ -356,10 +356,10 @@ class RadixTree:
                 return None, ids
         if depth < complete:
             return None, ids
+        self._stamp += 1  # before there is a new node: no two of one depth have the same
         node = path[-1] if path else self.root
         if node.end > depth:
             node = path[-1] = self._split_node(node, depth)
-        self._stamp += 1
         if depth < stop:
             path.append(self._hang(node, key, depth, stop))
         unused = self.commit_transfer(Boundary(path[-1], stop), component, Tier.HOST, ids)
@@ -749,14 +749,15 @@ class RadixTree:
         """Drop a leaf, with what only the host has below it: nothing may hang below a node that is
         nowhere (2.2).
 
-        When something below it is held, it is not dropped with it. If it is held itself, it goes
-        alone (6.4): a host lock keeps no page of the device, on which others count. What is below
-        is out of reach until it is filled. Else False, and nothing changes.
+        When something below it is held, it is not dropped with it. If it is held itself, or is on
+        the device, it goes alone (6.4): a host lock keeps no page of the device, on which others
+        count. What is below is out of reach until it is filled. Else False, and nothing changes.
         """
         if node.children and not node.data[BASE].stored:
             below = list(self._subtree(node))
             if any(map(_is_held_host_copy, below)):
-                if not node.data[BASE].host_lock_ref:
+                base = node.data[BASE]
+                if base.value is None and not base.host_lock_ref:
                     return False
                 node.is_gap = True
                 below = []
@@ -851,13 +852,15 @@ class RadixTree:
             self.components[pinned.component].note_change(node)
             node = node.parent
 
-    def believe_stored(self, node: Node, component: int, is_stored: bool) -> None:
+    def believe_stored(
+        self, node: Node, component: int, is_stored: bool, *, tells: bool = True
+    ) -> None:
         """Note whether storage has a component's pages of a node (8.4)."""
         data = node.data[component]
         if data.stored is not is_stored:
             data.stored = is_stored
             self.components[component].note_change(node)
-            if self.observers.listening:
+            if tells and self.observers.listening:
                 kind = EventKind.STORED if is_stored else EventKind.REMOVED
                 self.components[component].tell(kind, Tier.STORAGE, node)
 
@@ -873,13 +876,14 @@ class RadixTree:
         """Storage lacks what it was believed to have of `key` from `depth` on (8.4).
 
         Host copies below a node that is nowhere now cannot be reached: they are given up, unless
-        somebody holds one; then the belief stays, for as long as it hides nothing.
+        somebody holds one (6.4).
         """
-        eviction = Eviction(Tier.HOST, len(self.components))
         path, _ = self._known(key, len(key) - len(key) % self.page_size)
-        for node in reversed([node for node in path if node.end > depth]):
-            self._forget_stored(node, eviction)
-        return eviction.result()
+        return self._forget_path(path[::-1], depth)
+
+    def forget_path_stored(self, boundary: Boundary, depth: int) -> EvictResult:
+        """The same of the path to `boundary`."""
+        return self._forget_path(self._path_to(self.cut(boundary)), depth)
 
     def believed_length(self, key: RadixKey) -> int:
         """Tokens of `key` that some tier has, storage by belief."""
@@ -892,7 +896,11 @@ class RadixTree:
 
     def forget_all_stored(self, max_nodes: int) -> Iterator[EvictResult]:
         """`forget_stored` of everything, `max_nodes` nodes at a time: storage is another one, or
-        empty. What is believed meanwhile is believed of the new one."""
+        empty. What is believed meanwhile is believed of the new one.
+
+        Observers are told once, at first: what it had of nodes that are gone has no event.
+        """
+        self.observers.on_event(Event(EventKind.FORGOTTEN, tier=Tier.STORAGE))
         found = True
         for _ in range(MAX_ROUNDS):  # what was split between two steps is met in another round
             if not found:
@@ -901,23 +909,31 @@ class RadixTree:
             eviction = Eviction(Tier.HOST, len(self.components))
             for count, node in enumerate(self.nodes(), 1):
                 if node.parent is not None and any(data.stored for data in node.data):
-                    self._forget_stored(node, eviction)
+                    self._forget_stored(node, eviction, tells=False)
                     found = found or not any(data.stored for data in node.data)
                 if count % max_nodes == 0:
                     yield eviction.result()
                     eviction = Eviction(Tier.HOST, len(self.components))
             yield eviction.result()
 
-    def _forget_stored(self, node: Node, eviction: Eviction) -> None:
+    def _forget_path(self, path: Sequence[Node], depth: int) -> EvictResult:
+        """`path`: the deepest node first."""
+        eviction = Eviction(Tier.HOST, len(self.components))
+        for node in [node for node in path if node.end > depth]:
+            self._forget_stored(node, eviction)
+        return eviction.result()
+
+    def _forget_stored(self, node: Node, eviction: Eviction, *, tells: bool = True) -> None:
         base = node.data[BASE]
         if base.value is None and base.host_value is None and node.children:
             below = list(self._subtree(node))
             if any(_is_held_host_copy(other) for other in below):
-                return
+                node.is_gap = True
+                below = []
             for other in reversed(below):
                 self._drop(other, eviction)
         for index in range(len(self.components)):
-            self.believe_stored(node, index, False)
+            self.believe_stored(node, index, False, tells=tells)
         self._prune(node)
 
     # --- page keys --------------------------------------------------------------------------------
@@ -968,6 +984,14 @@ class RadixTree:
             current = current.parent
         assert current is not None, "the root ends at 0"
         return current is self.root or current.data[BASE].value is not None
+
+    def stored_length(self, key: RadixKey, start: int) -> int:
+        """Tokens of `key` that storage is believed to have, going on from `start`."""
+        path, depth = self._known(key, len(key) - len(key) % self.page_size)
+        for node in path:
+            if node.end > start and not node.data[BASE].stored:
+                return max(start, node.start)
+        return max(start, depth)
 
     def commit_transfer(
         self, boundary: Boundary, component: int, tier: Tier, ids: PageIds

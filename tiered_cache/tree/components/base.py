@@ -280,6 +280,10 @@ class TreeComponent(ABC):
         """How many ids stand for this component's part of `node`."""
         return (node.end - node.start) // self.page_size if self.is_per_page else 1
 
+    def part_start(self, node: Node) -> int:
+        """Where this component's part of `node` begins: as a span of its ids."""
+        return self.span_start(node.end, self.num_ids(node))
+
     def span_start(self, depth: int, num_ids: int) -> int:
         """Where a span begins that ends at `depth` and has so many ids (semantics §1.5)."""
         return depth - num_ids * self.page_size
@@ -296,7 +300,8 @@ class TreeComponent(ABC):
         bringing; root first, consecutive pages in one piece. `unless_stored`: what storage is
         believed to have is not lacking.
 
-        Ends where neither is the case, unless this component has tombstones.
+        Ends where neither is the case. A component with tombstones goes on there, and has a piece
+        for each node: a lock at the end of one holds that node, and maybe no more.
         """
         pieces: list[Piece] = []
         parts: list[PageIds] = []
@@ -312,9 +317,9 @@ class TreeComponent(ABC):
                 if self.has_tombstones:
                     continue
                 break
-            last = pieces[-1] if pieces else None
+            last = pieces[-1] if pieces and not self.has_tombstones else None
             if last is None or last.stop != node.start or last.pending is not pending:
-                last = Piece(node.start, node.end, None, pending)
+                last = Piece(self.part_start(node), node.end, None, pending)
                 pieces.append(last)
                 parts = []
             if pending is None:

@@ -7,7 +7,6 @@ depth, and a lock holds that one slot.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from typing import TYPE_CHECKING, ClassVar, Final
 
 import numpy as np
@@ -41,9 +40,6 @@ class MambaComponent(SparseComponent):
         if grid < 1:
             raise ValueError(f"a grid has at least 1 token, not {grid}")
         self._grid = grid
-
-    def span_start(self, depth: int, num_ids: int) -> int:
-        return depth - self.page_size  # it ends the last page
 
     # --- match ------------------------------------------------------------------------------------
 
@@ -136,10 +132,6 @@ class MambaComponent(SparseComponent):
             self._hold(path[0], tier)
         return start
 
-    def release_component_lock(self, node: Node, tier: Tier, part: int) -> None:
-        for held in self.held(node, tier, part):
-            self._unhold(held, tier)
-
     def held(self, node: Node, tier: Tier, part: int) -> Iterator[Node]:
         if node.parent is not None and node.end > part:
             yield node
@@ -151,14 +143,7 @@ class MambaComponent(SparseComponent):
                 return int(data.value is not None and not data.lock_ref)
         return 0
 
-    def would_release(self, parts: Sequence[tuple[Node, int]]) -> int:
-        left = Counter(node for node, _ in parts)
-        return sum(
-            node.data[self.index].value is not None and node.data[self.index].lock_ref == locks
-            for node, locks in left.items()
-        )
-
     # --- transfer ---------------------------------------------------------------------------------
 
     def needed(self, path: Sequence[Node], target: Tier) -> Sequence[Node]:
-        return path[-1:]
+        return path[-1:] if target is DEVICE else path

@@ -8,7 +8,7 @@ one, and what a lock keeps, is its own matter.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 
@@ -160,6 +160,18 @@ class SparseComponent(TreeComponent):
             self.evict_component(node, Tier.HOST, eviction)
 
     # --- locks ------------------------------------------------------------------------------------
+
+    def release_component_lock(self, node: Node, tier: Tier, part: Any) -> None:
+        for held in self.held(node, tier, part):
+            self._unhold(held, tier)
+
+    def would_release(self, parts: Sequence[tuple[Node, Any]]) -> int:
+        left: dict[Node, int] = {}
+        for node, part in parts:
+            for held in self.held(node, DEVICE, part):
+                left[held] = left.get(held, held.data[self.index].lock_ref) - 1
+        values = [node.data[self.index].value for node, locks in left.items() if not locks]
+        return sum(len(value) for value in values if value is not None)
 
     def _hold(self, node: Node, tier: Tier) -> None:
         data = node.data[self.index]

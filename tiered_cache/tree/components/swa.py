@@ -146,9 +146,8 @@ class SWAComponent(SparseComponent):
         if self._brings(start, leaf.end, params):
             self._gain(leaf, DEVICE, ids)
             return None
-        left: PageIds = ids[
-            ids != NO_PAGE
-        ]  # what the request says it has given up, and names all the same
+        # What the request says it has given up, and names all the same.
+        left: PageIds = ids[ids != NO_PAGE]
         if not len(left):
             return None
         result.first_changed = min(result.first_changed, start)
@@ -198,10 +197,6 @@ class SWAComponent(SparseComponent):
             top = node.start
         return top
 
-    def release_component_lock(self, node: Node, tier: Tier, part: int) -> None:
-        for held in self.held(node, tier, part):
-            self._unhold(held, tier)
-
     def held(self, node: Node, tier: Tier, part: int) -> Iterator[Node]:
         current: Node | None = node
         while current is not None and current.parent is not None and current.end > part:
@@ -216,14 +211,6 @@ class SWAComponent(SparseComponent):
             if not data.lock_ref and data.value is not None:
                 num_pages += (min(node.end, depth) - node.start) // self.page_size
         return num_pages
-
-    def would_release(self, parts: Sequence[tuple[Node, int]]) -> int:
-        left: dict[Node, int] = {}
-        for node, part in parts:
-            for held in self.held(node, DEVICE, part):
-                left[held] = left.get(held, held.data[self.index].lock_ref) - 1
-        values = [node.data[self.index].value for node, locks in left.items() if not locks]
-        return sum(len(value) for value in values if value is not None)
 
     # --- transfer ---------------------------------------------------------------------------------
 

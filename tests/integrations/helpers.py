@@ -18,10 +18,13 @@ if TYPE_CHECKING:
 PAGE_SIZE = 16
 
 
-def settings(model: Any, tokens: int = 1024, **more: Any) -> Config:
+def settings(
+    model: Any, tokens: int = 1024, ratio: dict[str, float] | None = None, **more: Any
+) -> Config:
     """A configuration whose pools fit the model."""
+    device = {"tokens": tokens, "ratio": ratio or {}}
     return load_config(
-        {"page_size": PAGE_SIZE, "device": {"tokens": tokens}, "check": True, **more},
+        {"page_size": PAGE_SIZE, "device": device, "check": True, **more},
         {"model": model_from_hf(model.config, id="test/model", revision="1", dtype=model.dtype)},
     )
 

@@ -26,9 +26,9 @@ from tiered_cache.integrations.transformers import TransformersRunner, generate
 from tiered_cache.testing.models import tiny_model
 from tiered_cache.types import EvictParams
 
-WINDOWS = ["mistral", "gemma2", "gemma3", "gpt_oss", "cohere2", "llama4"]
+WINDOWS = ["mistral", "gemma2", "gemma3", "gemma3n", "gpt_oss", "cohere2", "llama4"]
 STATES = [
-    *("qwen3_next", "qwen3_5", "olmo_hybrid"),
+    *("qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear"),
     *("bamba", "granite_hybrid", "nemotron_h", "falcon_h1", "zamba2"),
     *("lfm2", "jamba"),
 ]
@@ -46,13 +46,11 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 
 def open_cache(model: Any) -> Any:
-    ratio = {}
-    config = settings(model)
-    if "window" in config.model.state_kinds:
-        ratio["swa"] = 1.0
-    if "recurrent" in config.model.state_kinds:
-        ratio["mamba"] = 0.25
-    return UnifiedRadixCache.open(settings(model, device={"tokens": 1024, "ratio": ratio}))
+    """With room for all pages of windows, and a state for each fourth page."""
+    has = settings(model).model.state_kinds
+    rooms = {"swa": ("window", 1.0), "mamba": ("recurrent", 0.25)}
+    ratio = {name: room for name, (kind, room) in rooms.items() if kind in has}
+    return UnifiedRadixCache.open(settings(model, ratio=ratio))
 
 
 async def publish(cache: Any, runner: TransformersRunner) -> Remembering:
@@ -203,6 +201,21 @@ async def test_the_state_of_another_depth_shows(model: Any) -> None:
         tokens = [*KNOWN[:80], 11, 12, 13]
         with pytest.raises(AssertionError):
             await goes_on(cache, runner, reference, tokens)
+
+
+@pytest.mark.parametrize("model", ["mistral", "gemma2"], indirect=True)
+async def test_of_a_window_no_more_is_kept_between_chunks(model: Any) -> None:
+    """Neither in what is attached nor in what a long chunk leaves behind."""
+    async with open_cache(model) as cache:
+        runner = TransformersRunner(model, cache.pools)
+        for _ in range(2):
+            async with cache.lease(PROMPT) as lease:
+                while (chunk := await lease.next_chunk(50)) is not None:
+                    await lease.run(runner, chunk)
+                    lease.commit(chunk)
+                    (live,) = runner._live.values()
+                    assert live.cache.layers[0].keys.shape[-2] == 23
+                runner.forget(lease.id)
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,12 @@ from tests.integrations.helpers import (
 )
 from tiered_cache import ConfigError, UnifiedRadixCache
 from tiered_cache.integrations.transformers import TransformersRunner, check_layers, generate
+from tiered_cache.pools.device import DevicePools
+from tiered_cache.pools.spec import PoolSpec
 from tiered_cache.testing.models import tiny_model
 from tiered_cache.transfer.copier import CopyJob, Direction
 from tiered_cache.transfer.cpu import CpuCopier
-from tiered_cache.types import Hits
+from tiered_cache.types import ComponentId, Hits
 
 
 @pytest.fixture(scope="module")
@@ -461,4 +463,34 @@ async def test_a_model_that_caches_expanded_heads_is_not_taken_for_latent() -> N
         async with cache.lease([1, 2, 3]) as lease:
             chunk = await lease.next_chunk(16)
             with pytest.raises(ConfigError, match="not the latent"):
+                await lease.run(runner, chunk)
+
+
+def test_keys_and_values_that_do_not_share_their_pages_are_refused(model: Any) -> None:
+    """A strategy of one's own can do that; here slots would be those of one of them."""
+    specs = [
+        PoolSpec(name, ComponentId(component), (0, 1, 2), (2, 16), "float32", PAGE_SIZE)
+        for name, component in (("k", "full"), ("other.v", "other"))
+    ]
+    pools = DevicePools(specs, {spec.component: 4 for spec in specs})
+    with pytest.raises(ConfigError, match="layer 0 is in pools of several components"):
+        TransformersRunner(model, pools)
+
+
+@pytest.fixture(scope="module")
+def lfm2() -> Any:
+    """Its config looks like one of Mamba, too."""
+    model = tiny_model("lfm2")
+    model.config.update({"mamba_expand": 1, "mamba_d_state": 8, "mamba_d_conv": 3})
+    return model
+
+
+async def test_a_model_that_keeps_other_states_than_its_pools_is_refused(lfm2: Any) -> None:
+    """What a config promises and what the model keeps: seen at the first write, again."""
+    config = settings(lfm2, ratio={"mamba": 0.5})
+    async with UnifiedRadixCache.open(config) as cache:
+        runner = TransformersRunner(lfm2, cache.pools)
+        async with cache.lease([1, 2, 3]) as lease:
+            chunk = await lease.next_chunk(16)
+            with pytest.raises(ConfigError, match="keep no recurrent state"):
                 await lease.run(runner, chunk)

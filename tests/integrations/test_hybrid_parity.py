@@ -8,6 +8,8 @@ one wrong byte of any pool shows, and so does the state of another depth.
 
 from __future__ import annotations
 
+import asyncio
+import random
 from typing import Any
 
 import pytest
@@ -45,12 +47,12 @@ def model(request: pytest.FixtureRequest) -> Any:
     return tiny_model(name, *dtype)
 
 
-def open_cache(model: Any) -> Any:
+def open_cache(model: Any, tokens: int = 1024) -> Any:
     """With room for all pages of windows, and a state for each fourth page."""
     has = settings(model).model.state_kinds
     rooms = {"swa": ("window", 1.0), "mamba": ("recurrent", 0.25)}
     ratio = {name: room for name, (kind, room) in rooms.items() if kind in has}
-    return UnifiedRadixCache.open(settings(model, ratio=ratio))
+    return UnifiedRadixCache.open(settings(model, tokens, ratio))
 
 
 async def publish(cache: Any, runner: TransformersRunner) -> Remembering:
@@ -253,3 +255,77 @@ async def test_generate_says_the_same_with_and_without_reuse(model: Any) -> None
             said.append([token async for token in stream])
         assert said[0] == said[1] == said[2]
         assert hits == [0, 80, 80]
+
+
+@pytest.mark.parametrize("model", ["gemma3", "qwen3_next", "falcon_h1"], indirect=True)
+async def test_after_a_run_that_raised_the_logits_are_right(model: Any) -> None:
+    """The model fails half way, in the prompt and in the answer: what it has written over of its
+    state is not used. The next chunk begins where there is all that it needs."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no memory")
+
+    async with open_cache(model) as cache:
+        poison(cache.pools)
+        runner = TransformersRunner(model, cache.pools)
+        ends = {0: NeverSerialised(model)}
+
+        async def run(chunk: Any) -> None:
+            branch = ends[chunk.start].branch(chunk.start)
+            logits = await lease.run(runner, chunk)
+            assert torch.equal(logits, branch.forward(chunk.tokens, chunk.start))
+            ends[chunk.stop] = branch
+
+        async def run_and_fail(chunk: Any) -> None:
+            hook = model.model.layers[2].register_forward_pre_hook(fail)
+            with pytest.raises(RuntimeError, match="no memory"):
+                await lease.run(runner, chunk)
+            hook.remove()
+
+        async def compute_the_rest() -> None:
+            while (chunk := await lease.next_chunk(50)) is not None:
+                await run_and_fail(chunk)
+                chunk = await lease.next_chunk(50)
+                await run(chunk)
+                lease.commit(chunk)
+
+        async with cache.lease(PROMPT, reserve=8) as lease:
+            await compute_the_rest()
+            for token in ANSWER[:3]:
+                await run(lease.append(token))
+            await run_and_fail(lease.append(ANSWER[3]))
+            await compute_the_rest()
+            await run(lease.append(ANSWER[4]))
+        cache.check_integrity()
+
+
+@pytest.mark.parametrize("model", ["gemma3", "qwen3_5", "falcon_h1"], indirect=True)
+async def test_many_requests_on_a_small_device(model: Any) -> None:
+    """Cut anywhere, evicted, going on from each other: near enough to what the model says when it
+    computes the whole prompt at once. Wrong state is far away."""
+    chance = random.Random(0)
+    trunks = [random_tokens(97, seed=seed) for seed in range(3)]
+    prompts = [
+        [*chance.choice(trunks)[: chance.randrange(20, 90)], chance.randrange(2, 6)]
+        for _ in range(24)
+    ]
+    async with open_cache(model, tokens=18 * PAGE_SIZE) as cache:
+        poison(cache.pools)
+        runner = TransformersRunner(model, cache.pools, live_limit=2)
+
+        async def request(prompt: list[int]) -> int:
+            async with cache.lease(prompt) as lease:
+                while (chunk := await lease.next_chunk(chance.randrange(1, 40))) is not None:
+                    logits = await lease.run(runner, chunk)
+                    if chance.random() < 0.7:
+                        lease.commit(chunk)
+                expected = NeverSerialised(model).forward(prompt, 0)
+                assert torch.allclose(logits, expected, atol=1e-3)
+                return lease.hits.total
+
+        reused = 0
+        for first in range(0, len(prompts), 4):
+            reused += sum(await asyncio.gather(*map(request, prompts[first : first + 4])))
+        assert reused > 8 * PAGE_SIZE
+        assert cache.stats().counters.pages_evicted > 0
+        cache.check_integrity()

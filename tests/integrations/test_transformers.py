@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
 from contextlib import aclosing
 from typing import Any
@@ -494,3 +495,11 @@ async def test_a_model_that_keeps_other_states_than_its_pools_is_refused(lfm2: A
             chunk = await lease.next_chunk(16)
             with pytest.raises(ConfigError, match="keep no recurrent state"):
                 await lease.run(runner, chunk)
+
+
+def test_states_of_a_family_that_is_not_known_are_refused(lfm2: Any) -> None:
+    other = copy.copy(lfm2)
+    other.config = BambaConfig(num_hidden_layers=3, attn_layer_indices=[1], mamba_d_conv=None)
+    pools = DevicePools([], {})
+    with pytest.raises(ConfigError, match="states of the linear layers of BambaConfig are unknown"):
+        TransformersRunner(other, pools)

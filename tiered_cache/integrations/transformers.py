@@ -25,6 +25,7 @@ name.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import OrderedDict
@@ -35,6 +36,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import torch
 
 from tiered_cache.config import model_from_hf
+from tiered_cache.config.hf_states import layer_states
 from tiered_cache.errors import ConfigError, IntegrityError, LoadFailed
 
 try:
@@ -518,18 +520,33 @@ class _PoolFinder:
 
     def __init__(self, model: PreTrainedModel, pools: DevicePools) -> None:
         self._model = model
-        self._known = model_from_hf(model.config, dtype=model.dtype)
         self._pools = pools
         self._used: dict[str, set[int]] = {}
 
     def part(self, kind: str, at: int) -> _LayerPart:
-        known = self._known
         if kind == "states":
-            return _States(*self._find({s.name: (s.row_shape, s.dtype) for s in known.states}, at))
+            return _States(*self._find(self._state_rows, at))
+        known = self._attention
         component, tensors = self._find(_attention_rows(known), at)
         if known.kv_lora_rank is not None:
             return _Latent(component, tensors["latent"], known.kv_lora_rank)
         return _KeyValues(component, tensors["k"], tensors["v"])
+
+    @functools.cached_property
+    def _attention(self) -> ModelConfig:
+        return model_from_hf(self._model.config, dtype=self._model.dtype)
+
+    @functools.cached_property
+    def _state_rows(self) -> dict[str, _Row]:
+        """Not out of `model_from_hf`: there are models, and strategies, without any attention."""
+        config: Any = self._model.config
+        text = config.get_text_config(decoder=True)
+        states = layer_states(text, str(self._model.dtype).removeprefix("torch."))
+        if states is None:
+            raise ConfigError(
+                f"the states of the linear layers of {type(text).__name__} are unknown"
+            )
+        return {state["name"]: (state["row_shape"], state["dtype"]) for state in states}
 
     def _find(self, rows: Mapping[str, _Row], at: int) -> tuple[str, dict[str, torch.Tensor]]:
         """The component and the tensors of the pools that hold these rows of a layer."""

@@ -1,4 +1,4 @@
-"""Hugging Face transformers on this cache (extra `transformers`): plain dynamic layers.
+"""Hugging Face transformers on this cache (extra `transformers`).
 
 Owns: the way of state between a transformers `DynamicCache` and the device pools, and `generate`, a
 serving loop for one request. Refuses to know: tree, admission, eviction. It sees chunks and pools,
@@ -371,6 +371,7 @@ class _Place:
         self.chunk = chunk
         self._device = device
         self._slots: dict[tuple[str, int, int], torch.Tensor] = {}
+        self._states: dict[str, torch.Tensor] = {}
 
     def before(self, component: str, num_tokens: int | None) -> torch.Tensor:
         """Slots of the last `num_tokens` tokens before the chunk; None: of all."""
@@ -380,6 +381,14 @@ class _Place:
     def own(self, component: str) -> torch.Tensor:
         """Slots of the chunk's tokens."""
         return self._of(component, self.chunk.start, self.chunk.stop)
+
+    def state(self, component: str) -> torch.Tensor:
+        """The slot with the state at the chunk's start, which becomes the one at its stop."""
+        found = self._states.get(component)
+        if found is None:
+            slot = self.chunk.state_slots[component]
+            found = self._states[component] = torch.tensor([slot], device=self._device)
+        return found
 
     def _of(self, component: str, start: int, stop: int) -> torch.Tensor:
         """The layers of a component share them."""
@@ -463,12 +472,11 @@ class _States:
 
     def read(self, layer: Any, place: _Place) -> None:
         if place.chunk.start:
-            slot = place.chunk.state_slots[self._component]
             for name, pool in self._pools.items():
-                getattr(layer, f"update_{STATES[name]}_state")(pool[slot : slot + 1])  # copies
+                update = getattr(layer, f"update_{STATES[name]}_state")
+                update(pool.index_select(0, place.state(self._component)))
 
     def write(self, layer: Any, place: _Place) -> None:
-        slot = place.chunk.state_slots[self._component]
         for name, their_name in STATES.items():
             state = getattr(layer, f"{their_name}_states")[0]
             if (state is not None) != (name in self._pools):
@@ -477,7 +485,7 @@ class _States:
                     f"state; there are pools {', '.join(self._pools)}"
                 )
             if state is not None:
-                _write(self._pools[name], torch.tensor([slot], device=state.device), state)
+                _write(self._pools[name], place.state(self._component), state)
 
 
 STATES: Final = {"conv": "conv", "temporal": "recurrent"}

@@ -7,11 +7,16 @@ import asyncio
 import contextlib
 import random
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from tests.hybrid_helpers import GRID, STACKS, P, hybrid_rig
-from tests.lease_helpers import Rig, seq
+from tests.hybrid_helpers import GRID, RATIO, STACKS, P, hybrid_rig
+from tests.lease_helpers import Rig, cancelled, chunk_of, seq, start, turns
+from tiered_cache import AdmissionTimeout
+from tiered_cache.testing.gates import Gate
+from tiered_cache.testing.oracle import OracleModel
+from tiered_cache.tree.components import swa
 
 pytestmark = pytest.mark.parametrize("stack", STACKS)
 
@@ -49,6 +54,110 @@ async def test_what_the_device_gives_up_comes_back_from_the_host(stack: str) -> 
             await r.cache.drain()
             r.check()
         assert r.counters.tokens_hit_host - before >= 4 * 40
+
+
+async def test_a_window_s_pages_are_few_however_long_the_prompt(stack: str) -> None:
+    """§11.5–6: the window, what is computed and not committed, and the prompt's end."""
+    if "swa" not in stack:
+        return
+    small = {"tokens": 160 * P, "ratio": {"swa": 0.1, "mamba": 1.0}}
+    small["ratio"] = {name: small["ratio"][name] for name in STACKS[stack] if name != "full"}
+    with mock.patch.object(swa, "CHUNK_TOKENS", 16):
+        async with hybrid_rig(stack, 160, device=small) as r:
+            assert r.stats.pools["swa"].capacity == 16
+            async with r.cache.lease(seq("A", 400), reserve=100) as lease:
+                while chunk := await lease.next_chunk(16):
+                    await lease.run(r.model, chunk)
+                    if chunk.start % 32 == 0:
+                        lease.commit(chunk)
+                    r.check()
+                await decode(r, lease, list(range(1, 60)))
+                lease.finish()
+            assert await r.serve([*seq("A", 400), 1]) >= 400 - GRID - P
+
+
+async def test_rejected_drafts_are_taken_back_as_far_as_asked(stack: str) -> None:
+    """§11.6–7: `rollback` tokens of a window; a state only where it is kept."""
+    async with hybrid_rig(stack, 32) as r:
+        async with r.cache.lease(seq("A", 40), reserve=40, rollback=6) as lease:
+            await r.compute(lease, 16)
+            await decode(r, lease, list(range(1, 30)))
+            length = len(lease)
+            if "mamba" in stack:
+                with pytest.raises(ValueError, match="not kept"):
+                    lease.truncate(length - 1)
+                kept = length - length % GRID
+                lease.truncate(kept)
+                assert lease.computed == kept
+            else:
+                lease.truncate(length - 6)
+                with pytest.raises(ValueError, match=r"not kept|committed"):
+                    lease.truncate(length - 6 - 2 * P)
+            await decode(r, lease, [7, 8, 9])
+            lease.finish()
+        r.check()
+
+
+async def test_a_run_that_comes_to_nothing(stack: str) -> None:
+    """§9.10: the working state is void, and the lease goes on from the last one that is kept."""
+    async with hybrid_rig(stack, 32) as r:
+        async with r.cache.lease(seq("A", 44), reserve=8) as lease:
+            first = await chunk_of(lease, 16)
+            await lease.run(r.model, first)
+            second = await chunk_of(lease, 12)
+            with pytest.raises(ZeroDivisionError):
+                await lease.run(lambda chunk: (r.model(chunk), 1 / 0), second)
+            assert lease.computed == 16
+            third = await chunk_of(lease, 12)
+            assert (third.start, third.tokens.tolist()) == (16, second.tokens[:12].tolist())
+            await r.compute(lease)
+        r.check()
+
+
+async def test_a_queued_run_that_is_cancelled_touches_nothing(stack: str) -> None:
+    """The run before it goes on, and what it computes counts."""
+    async with hybrid_rig(stack, 32) as r:
+        gate = Gate()
+        model = OracleModel(r.oracle, pause=gate)
+        async with r.cache.lease(seq("A", 44)) as lease:
+            first = lease.allocate(10)
+            running = start(lease.run(model, first))
+            await gate.reached()
+            queued = start(lease.run(r.model, lease.allocate(6)))
+            await turns()
+            await cancelled(queued)
+            gate.open()
+            await running
+            assert lease.computed == 10
+            assert model.faults == []
+            await r.compute(lease)
+        r.check()
+
+
+async def test_states_are_waited_for(stack: str) -> None:
+    """§11.5: a lease is promised the slot that it works with."""
+    if "mamba" not in stack:
+        return
+    device = {"tokens": 64 * P, "ratio": {**RATIO[stack], "mamba": 2 / 64}}
+    async with hybrid_rig(stack, 64, device=device) as r:
+        assert r.stats.pools["mamba"].capacity == 2
+        async with r.cache.lease(seq("A", 20)) as first, r.cache.lease(seq("B", 20)) as second:
+            with pytest.raises(AdmissionTimeout):
+                async with r.cache.lease(seq("C", 20), timeout=0):
+                    pass
+            await r.compute(first)
+            await r.compute(second)
+            r.check()
+        assert await r.serve([*seq("B", 20), 1]) in (0, 16)
+
+
+async def test_what_was_not_run_has_no_state(stack: str) -> None:
+    async with hybrid_rig(stack, 32) as r, r.cache.lease(seq("A", 20)) as lease:
+        chunk = await chunk_of(lease, 8)
+        if "mamba" in stack:
+            with pytest.raises(ValueError, match="computes in `run`"):
+                lease.commit(chunk)
+        await r.compute(lease)
 
 
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])

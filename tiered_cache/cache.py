@@ -136,6 +136,7 @@ class UnifiedRadixCache:
         timeout: float | None = None,
         load_timeout: float | None = None,
         reserve: int = 0,
+        rollback: int = 0,
         layerwise: bool = False,
     ) -> LeaseContext:
         """A hold on the longest cached prefix of a prompt: `async with cache.lease(prompt) as
@@ -151,6 +152,8 @@ class UnifiedRadixCache:
             load_timeout: seconds to wait for what the host has (None: as long as it takes). After
                 that the prefix is shorter, and `Lease.why` says so.
             reserve: tokens that `append` must be able to take, whatever others do.
+            rollback: tokens that `truncate` must be able to take back: windows are kept for as much
+                longer.
             layerwise: do not wait for the load: the model waits for each layer before it reads it
                 (`Lease.layers.wait`).
 
@@ -166,15 +169,22 @@ class UnifiedRadixCache:
                 "a lease needs at least one token: there is nothing to compute for an empty prompt"
             )
         priority, reserve = whole_number("priority", priority), whole_number("reserve", reserve)
-        if reserve < 0:
-            raise ValueError(f"reserve must not be negative, not {reserve}")
+        rollback = whole_number("rollback", rollback)
+        for name, value in (("reserve", reserve), ("rollback", rollback)):
+            if value < 0:
+                raise ValueError(f"{name} must not be negative, not {value}")
         if not isinstance(layerwise, bool):
             raise TypeError(f"layerwise must be True or False, not {type(layerwise).__name__}")
         if timeout is not None or load_timeout is not None:
             timeout = seconds("timeout", timeout)
             load_timeout = seconds("load_timeout", load_timeout)
         lease = Lease(
-            self._controller, key, priority=priority, reserve=reserve, layerwise=layerwise
+            self._controller,
+            key,
+            priority=priority,
+            reserve=reserve,
+            rollback=rollback,
+            layerwise=layerwise,
         )
         return LeaseContext(lease, partial(self._grant, timeout, load_timeout))
 

@@ -278,8 +278,8 @@ class Lease:
             return False
         room = controller.accounts.room_beside(need)
         if self._parts is not None:
-            for index, footprint in self._parts.footprints():
-                room[index] = controller.accounts.spare(index) - footprint
+            for index, needed in self._parts.needs(tree.would_hold(boundary), boundary.depth):
+                room[index] = controller.accounts.spare(index) - needed
         held = tree.try_hold(boundary, room)
         if held is None:
             return False
@@ -803,6 +803,8 @@ class Lease:
         if chunk.lease is not self:
             raise ValueError(f"{chunk!r} is another lease's")
         if chunk.stop > self._computed:
+            if self._parts is not None and self._parts.has_states and chunk not in self._running:
+                raise ValueError(f"{chunk!r} was not run: a model with states computes in `run`")
             is_running = chunk in self._running
             self.check_chunk(chunk, self.frontier if is_running else self._computed)
             if not is_running:

@@ -66,6 +66,11 @@ class LeasePart(ABC):
         """The most ids that a lease of so many pages is promised."""
         return self._component.footprint(num_pages)
 
+    def need(self, num_pages: int, depth: int, would_hold: Sequence[int]) -> int:
+        """Ids that a lease of so many pages must be promised, see `LeaseParts.needs`."""
+        to_come = num_pages - depth // self._size
+        return max(0, min(to_come, self.footprint(num_pages) - would_hold[self.index]))
+
     @abstractmethod
     def unspent(self, num_pages: int) -> int:
         """Ids that a lease of so many pages may still take."""
@@ -331,6 +336,11 @@ class LeaseParts:
     def footprints(self) -> list[tuple[int, int]]:
         """Per component, the most ids that the lease is promised."""
         return [(part.index, part.footprint(self._num_pages)) for part in self._all]
+
+    def needs(self, would_hold: Sequence[int], depth: int) -> list[tuple[int, int]]:
+        """Per component, ids that the lease must be promised if it begins at `depth`, with so many
+        held for it there."""
+        return [(part.index, part.need(self._num_pages, depth, would_hold)) for part in self._all]
 
     def unspent(self, index: int) -> int | None:
         """Ids of a component that the lease may still take; None: it is none of these."""

@@ -41,6 +41,16 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window": 4,
         "head_dim": 8,
     },
+    "Gemma4TextConfig": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 4,
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 4,
+        "vocab_size_per_layer_input": 64,
+    },
     "BambaConfig": {**MAMBA2, "attn_layer_indices": [1]},
     "FalconH1Config": {**MAMBA2, "mamba_d_ssm": 64, "head_dim": 8},
     "NemotronHConfig": {

@@ -341,6 +341,7 @@ def test_layers_windows_and_states_are_read(write: Any) -> None:
         ({"layer_types": [FULL, LINEAR]}, "model.states", "is required beside linear_attention"),
         ({"layer_types": [FULL, LINEAR], "states": []}, "model.states", "is required beside"),
         ({"sliding_window": 4}, "model.sliding_window", "means nothing: no layer has sliding"),
+        ({"sliding_head_dim": 4}, "model.sliding_head_dim", "means nothing: no layer has sliding"),
         ({"states": [STATE]}, "model.states", "means nothing: no layer has linear_attention"),
         (
             {"layer_types": [FULL, SLIDING], "sliding_window": [4, 5]},

@@ -83,6 +83,15 @@ def test_equal_windows_of_a_list_are_one() -> None:
     assert plan(**{**SWA, "sliding_window": [512]}) == plan(**SWA)
 
 
+def test_heads_of_sliding_layers_may_be_others() -> None:
+    """Gemma 4 and others: more of them, or narrower; values follow their keys."""
+    found = pools(plan(**SWA, sliding_num_kv_heads=8, sliding_head_dim=32))
+    assert (found["k"][2], found["v"][2]) == ((2, 64), (2, 64))
+    assert (found["swa.k"][2], found["swa.v"][2]) == ((8, 32), (8, 32))
+    found = pools(plan(**SWA, v_head_dim=16, sliding_num_kv_heads=4))
+    assert (found["swa.k"][2], found["swa.v"][2]) == ((4, 64), (4, 16))
+
+
 def test_recurrent_layers_have_one_row_per_slot() -> None:
     """Whatever the page size; a pool for each state, with its own type."""
     found = plan(page_size=64, **MAMBA)

@@ -79,6 +79,17 @@ def test_below_a_tombstone_a_whole_window_is_needed(window: int, first: int) -> 
     assert legal == [stop if stop == 16 or stop >= first else 16 for stop in range(16, 113, 16)]
 
 
+def test_the_length_starts_anew_at_each_tombstone() -> None:
+    """§3.4: the window says so by itself, and needs not be asked again."""
+    rig = make()
+    by_page(rig, "A", 80)
+    for stop in (32, 64):
+        rig.drop(seq("A", stop), S)
+    path = rig.path(seq("A", 80))
+    found = [rig.components[S].deepest_boundary(path, n, 16 * n, True) for n in range(6)]
+    assert found == [0, 1, 1, 1, 1, 1]
+
+
 def test_part_of_an_edge_is_judged_as_if_it_were_cut_there() -> None:
     """§3.2: 16 tokens of a window of 32, below a tombstone, are none."""
     rig = make()
@@ -250,10 +261,25 @@ def test_what_is_given_up_and_named_goes_home() -> None:
     key = RadixKey(seq("A", 64))
     pages = rig.compute(key, 0)
     assert pages is not None
-    result = rig.insert(key, pages, swa_evicted_seqlen=32)
+    result = rig.insert(key, pages, swa_evicted_seqlen=20)  # of the second page a part
     assert result.duplicates[S].tolist() == pages[S][:2].tolist()
     assert result.first_changed == 0
     assert rig.parts(seq("A", 64), S) == [(32, 48), (48, 64)]
+    rig.check()
+
+
+def test_what_the_request_owned_is_not_adopted() -> None:
+    """§5.1, §5.5: below `prev_prefix_len` a tombstone stays one, whatever the request names."""
+    rig = make(16)
+    without_window(rig, 64)
+    key = RadixKey(seq("A", 64))
+    pages = rig.compute(key, 0)
+    assert pages is not None
+    result = rig.insert(key, pages, prev_prefix_len=32)
+    assert rig.parts(seq("A", 64), S) == [(32, 48), (48, 64)]
+    assert result.duplicates[S].tolist() == []
+    for index in (0, S):
+        rig.pools[Tier.DEVICE][index].free(pages[index][:2])
     rig.check()
 
 
@@ -271,6 +297,10 @@ def test_pages_that_are_there_go_home() -> None:
     ids = rig.tree.pages(result.boundary)
     result = rig.tree.insert(InsertParams(RadixKey(seq("A", 96)), ids))
     assert [len(of) for of in result.duplicates] == [0, 0]
+    other = np.arange(50, 56, dtype=np.int32)
+    result = rig.tree.insert(InsertParams(RadixKey(seq("A", 96)), (ids[0], other)))
+    assert [of.tolist() for of in result.duplicates] == [[], other.tolist()]
+    assert result.first_changed == 0
 
 
 @pytest.mark.parametrize(
@@ -318,6 +348,7 @@ def test_a_lock_keeps_one_window() -> None:
     assert rig.tree.would_protect(boundary) == [10, 2, 4]
     receipt = rig.tree.inc_lock_ref(boundary)
     assert rig.held() == rig.tree.would_release([receipt]) == [10, 2, 4]
+    assert rig.tree.would_protect(boundary) == [0, 0, 0]
     rig.check()
     rig.tree.dec_lock_ref(receipt)
     assert rig.held() == [0, 0, 0]
@@ -345,13 +376,13 @@ def test_a_lock_is_released_by_depth_whatever_is_split_meanwhile() -> None:
 def test_a_cut_of_the_topmost_held_node_is_released_on_both_sides() -> None:
     """§6.2: the receipt says where that node began, not how long the window is."""
     rig = make(20)
-    rig.publish(seq("A", 32))
-    receipt = lock(rig, seq("A", 32))
+    rig.publish(seq("A", 96))
+    receipt = lock(rig, seq("A", 64))
     rig.publish(seq("A", 16) + seq("X", 16))
-    assert rig.locks(seq("A", 32), S) == [1, 1]
-    assert rig.held()[S] == 2
+    assert rig.locks(seq("A", 96), S) == [1, 1, 0]
+    assert rig.held()[S] == 4
     rig.tree.dec_lock_ref(receipt)
-    assert rig.locks(seq("A", 32), S) == [0, 0]
+    assert rig.locks(seq("A", 96), S) == [0, 0, 0]
     rig.check()
 
 

@@ -15,6 +15,8 @@ from tiered_cache.errors import ConfigError, ConfigProblem
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from tiered_cache.config.schema import StateKind
+
 
 def model_from_hf(
     hf_config: Any, *, id: str | None = None, revision: str | None = None, dtype: Any = None
@@ -46,7 +48,7 @@ def model_from_hf(
         "revision": revision or getattr(hf_config, "_commit_hash", None),
         "dtype": dtype_name,
         "num_layers": getattr(text, "num_hidden_layers", None),
-        **(_latent_shape(text) if _is_latent(text) else _heads_shape(text)),
+        **(_latent_shape(text) if _is_latent(text) else _heads_shapes(text)),
         **_layers(text, dtype_name),
     }
     given = {key: value for key, value in settings.items() if value is not None}
@@ -65,33 +67,33 @@ def _unsupported(text: Any) -> Iterator[str]:
     """State that no strategy here keeps, in words."""
     if getattr(text, "is_encoder_decoder", False):
         yield "encoder-decoder models are not supported"
-    for key in UNIFORM:
-        try:
-            getattr(text, key, None)
-        except RuntimeError:  # transformers' word for a number that is not the same on all layers
-            yield f"layers that differ in {key} are not supported yet"
-    if any(getattr(text, key, None) is not None for key in OF_SLIDING):
-        yield "sliding layers with other heads than the rest are not supported yet"
     if (words := UNTOLD.get(str(getattr(text, "model_type", None)))) is not None:
         yield f"{words}: not supported yet"
     kinds = getattr(text, "layer_types", None)
+    if kinds is None and getattr(text, "is_heterogeneous", False):
+        yield "layers that differ are not supported yet where the config has no layer_types"
+        return
     if kinds is not None and not _is_list_of_text(kinds):
         yield "layer_types must be a list of text"
     elif kinds is not None:
         for kind in sorted(set(kinds) - {*LAYER_TYPES, *LAYER_TYPE_ALIASES, *WINDOWS}):
             yield f"layers of type {kind} are not supported yet"
+        yield from _differences(text)
     for telltale, words in TELLTALES.items():
         if getattr(text, telltale, None) is not None and kinds is None:
             yield f"{words} is not supported yet where the config has no layer_types"
 
 
-UNIFORM: Final = (
-    *("num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim", "v_head_dim"),
-    *("kv_lora_rank", "qk_rope_head_dim"),
-)
-"""What pools take to be the same on all layers."""
+def _differences(text: Any) -> Iterator[str]:
+    """What is not the same on all layers, though a pool takes it to be."""
+    full, window = (_configs_of(text, kind) for kind in ("full", "window"))
+    for key, groups in (
+        *((key, (full + window,)) for key in ("v_head_dim", "kv_lora_rank", "qk_rope_head_dim")),
+        *((key, (full, window)) for key in ("num_key_value_heads", "head_dim", "hidden_size")),
+    ):
+        if any(len({getattr(layer, key, None) for layer in group}) > 1 for group in groups):
+            yield f"layers that differ in {key} are not supported yet"
 
-OF_SLIDING: Final = ("swa_num_key_value_heads", "swa_head_dim")
 
 UNTOLD: Final = {
     "mimo_v2_flash": "sliding layers have twice the KV heads, which the config does not say"
@@ -116,9 +118,6 @@ def _is_list_of_text(value: object) -> bool:
 def _layers(text: Any, dtype: str | None) -> dict[str, Any]:
     """What each layer keeps; nothing is said where that is full attention everywhere."""
     types = _layer_types(text)
-    if "full" not in {kind for name in types for kind in LAYER_TYPES[name]}:
-        # Something has to hold the prefix: windows are kept in full, and used in part.
-        types = [WITHOUT_WINDOW.get(name, name) for name in types]
     if not set(types) - {"full_attention"}:
         return {}
     kinds = [kind for name in types for kind in LAYER_TYPES[name]]
@@ -127,6 +126,14 @@ def _layers(text: Any, dtype: str | None) -> dict[str, Any]:
         "sliding_window": _windows(text) if "window" in kinds else None,
         "states": layer_states(text, dtype) if "recurrent" in kinds else None,
     }
+
+
+def _configs_of(text: Any, kind: StateKind) -> list[Any]:
+    """What describes the layers that keep this kind of state: one object where they are alike."""
+    if not getattr(text, "is_heterogeneous", False):
+        return [text]
+    layers = enumerate(_layer_types(text))
+    return [text.per_layer_config[at] for at, name in layers if kind in LAYER_TYPES.get(name, ())]
 
 
 WINDOWS: Final = {
@@ -143,7 +150,7 @@ WITHOUT_WINDOW: Final = {"sliding_attention": "full_attention", "hybrid_sliding"
 def _layer_types(text: Any) -> list[str]:
     num_layers = getattr(text, "num_hidden_layers", None)
     kinds: Sequence[str] | None = getattr(text, "layer_types", None)
-    if kinds is None:  # all alike: a window, too, would come to full attention
+    if kinds is None:  # all alike: windows, too, would come to full attention
         kinds = ["full_attention"] * (
             num_layers if isinstance(num_layers, int) and num_layers < 10**6 else 1
         )
@@ -152,20 +159,23 @@ def _layer_types(text: Any) -> list[str]:
     shared = getattr(text, "num_kv_shared_layers", None)
     if isinstance(shared, int) and shared > 0:  # the last ones use the KV of layers before them
         types[-shared:] = ["none"] * min(shared, len(types))
-    return types
+    if any("full" in LAYER_TYPES.get(name, ()) for name in types):
+        return types
+    # Something has to hold the prefix: windows are kept in full, and used in part.
+    return [WITHOUT_WINDOW.get(name, name) for name in types]
 
 
-def _windows(text: Any) -> Any:
+def _windows(text: Any) -> int | list[int | None] | None:
     """One window, or one for each layer that has one where these differ."""
     types = _layer_types(text)
     is_heterogeneous = getattr(text, "is_heterogeneous", False)
-    configs = text.per_layer_config if is_heterogeneous else [text] * len(types)
+    layers = text.per_layer_config if is_heterogeneous else [text] * len(types)
     windows = [
-        getattr(config, WINDOWS[kind], None)
-        for name, kind, config in zip(types, text.layer_types, configs, strict=False)
+        getattr(layer, WINDOWS[kind], None)
+        for layer, kind, name in zip(layers, text.layer_types, types, strict=False)
         if "window" in LAYER_TYPES[name]
     ]
-    return windows[0] if all(window == windows[0] for window in windows) else windows
+    return windows if len(set(windows)) > 1 else windows[0]
 
 
 def _is_latent(text: Any) -> bool:
@@ -174,6 +184,19 @@ def _is_latent(text: Any) -> bool:
 
 def _latent_shape(text: Any) -> dict[str, Any]:
     return {key: getattr(text, key, None) for key in ModelConfig.LATENT}
+
+
+def _heads_shapes(text: Any) -> dict[str, Any]:
+    """Heads of full attention, and of sliding layers what is not the same there."""
+    full, window = (_configs_of(text, kind) for kind in ("full", "window"))
+    shape = _heads_shape((full or window or [text])[0])
+    if not any("window" in LAYER_TYPES[name] for name in _layer_types(text)):
+        return shape
+    others = _heads_shape(window[0])
+    for key, name in (("num_kv_heads", "swa_num_key_value_heads"), ("head_dim", "swa_head_dim")):
+        found = getattr(window[0], name, None) or others[key]
+        shape[f"sliding_{key}"] = None if found == shape[key] else found
+    return shape
 
 
 def _heads_shape(text: Any) -> dict[str, Any]:

@@ -299,7 +299,8 @@ class ModelConfig(Section):
 
     Either the keys of multi-head or grouped-query attention (`num_kv_heads`, `head_dim`, and
     `v_head_dim` where values have another size), or those of latent attention (`kv_lora_rank`,
-    `qk_rope_head_dim`). They are those of full and of sliding attention alike.
+    `qk_rope_head_dim`). They are those of full and of sliding attention alike, but for what
+    `sliding_num_kv_heads` and `sliding_head_dim` say of the latter.
     """
 
     dtype: Dtype
@@ -318,12 +319,16 @@ class ModelConfig(Section):
     sliding_window: Windows | None = None
     """Tokens that layers with sliding attention see, the current one included: one number for all,
     or a list with one for each of these layers."""
+    sliding_num_kv_heads: Dim | None = None
+    sliding_head_dim: Dim | None = None
+    """Where heads of layers with sliding attention are others than those of full attention."""
     states: Annotated[tuple[LayerState, ...], Field(strict=False)] = ()
     """What each linear layer keeps."""
     extra_pools: Annotated[tuple[ExtraPool, ...], Field(strict=False)] = ()
 
     HEADS: ClassVar = ("num_kv_heads", "head_dim")
     LATENT: ClassVar = ("kv_lora_rank", "qk_rope_head_dim")
+    SLIDING_HEADS: ClassVar = ("sliding_num_kv_heads", "sliding_head_dim")
 
     @property
     def is_latent(self) -> bool:
@@ -373,7 +378,7 @@ class ModelConfig(Section):
     def cross_check(cls, given: Mapping[str, Any]) -> Iterator[CrossProblem]:
         users = known_strategies.difference(BUILT_IN_STRATEGIES)
         is_built_in = given.get("strategy") not in sorted(users)
-        heads = [key for key in (*cls.HEADS, "v_head_dim") if key in given]
+        heads = [key for key in (*cls.HEADS, "v_head_dim", *cls.SLIDING_HEADS) if key in given]
         latent = [key for key in cls.LATENT if key in given]
         if latent and heads:
             yield CrossProblem(
@@ -417,9 +422,13 @@ def _layer_problems(given: Mapping[str, Any]) -> Iterator[CrossProblem]:
             f"names {len(types):,} layers, where num_layers is {num_layers:,}",
             "name each layer once, in their order",
         )
-    if unknown or not types:
-        return
-    kinds = [kind for name in types for kind in LAYER_TYPES[name]]
+    if not unknown and types:
+        kinds = [kind for name in types for kind in LAYER_TYPES[name]]
+        yield from _kind_problems(given, kinds)
+
+
+def _kind_problems(given: Mapping[str, Any], kinds: Sequence[StateKind]) -> Iterator[CrossProblem]:
+    """What is said of layers that there are not, and what is not said of those that there are."""
     if "full" not in kinds:
         yield CrossProblem(
             "layer_types",
@@ -428,12 +437,9 @@ def _layer_problems(given: Mapping[str, Any]) -> Iterator[CrossProblem]:
             if "window" in kinds
             else None,
         )
-    for key, kind, layers, example in (
-        ("sliding_window", "window", "sliding_attention", "sliding_window: 4096"),
-        ("states", "recurrent", "linear_attention", STATES_EXAMPLE),
-    ):
+    for key, (kind, layers, example) in KEYS_OF_KINDS.items():
         is_given = key in given and given[key] not in ([], ())
-        if kind in kinds and not is_given:
+        if kind in kinds and not is_given and example is not None:
             yield CrossProblem(key, f"is required beside {layers} layers", f"write {example}")
         elif kind not in kinds and is_given:
             yield CrossProblem(
@@ -451,7 +457,17 @@ def _layer_problems(given: Mapping[str, Any]) -> Iterator[CrossProblem]:
         )
 
 
-STATES_EXAMPLE: Final = "states: [{name: conv, row_shape: [8192, 4], dtype: bfloat16}]"
+KEYS_OF_KINDS: Final[Mapping[str, tuple[StateKind, str, str | None]]] = {
+    "sliding_window": ("window", "sliding_attention", "sliding_window: 4096"),
+    "sliding_num_kv_heads": ("window", "sliding_attention", None),
+    "sliding_head_dim": ("window", "sliding_attention", None),
+    "states": (
+        *("recurrent", "linear_attention"),
+        "states: [{name: conv, row_shape: [8192, 4], dtype: bfloat16}]",
+    ),
+}
+"""Keys about layers that keep one kind of state: that kind, a type of such layers, and an example
+where the key is required."""
 
 
 class DeviceConfig(Section):

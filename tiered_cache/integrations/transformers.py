@@ -535,7 +535,7 @@ class _PoolFinder:
         if kind == "states":
             return _States(*self._find(self._state_rows, at))
         known = self._attention
-        component, tensors = self._find(_attention_rows(known), at)
+        component, tensors = self._find(_attention_rows(known, at), at)
         if known.kv_lora_rank is not None:
             return _Latent(component, tensors["latent"], known.kv_lora_rank)
         return _KeyValues(component, tensors["k"], tensors["v"])
@@ -602,14 +602,16 @@ class _PoolFinder:
                 )
 
 
-def _attention_rows(known: ModelConfig) -> dict[str, _Row]:
+def _attention_rows(known: ModelConfig, at: int) -> dict[str, _Row]:
     if known.kv_lora_rank is not None:
         return {"latent": ((known.kv_lora_rank + (known.qk_rope_head_dim or 0),), known.dtype)}
-    heads, size = known.num_kv_heads or 0, known.head_dim or 0
-    return {
-        "k": ((heads, size), known.dtype),
-        "v": ((heads, known.v_head_dim or size), known.dtype),
-    }
+    heads, size = known.num_kv_heads, known.head_dim
+    if at in known.layers_with("window"):
+        heads, size = known.sliding_num_kv_heads or heads, known.sliding_head_dim or size
+    assert heads is not None  # the schema requires both
+    assert size is not None
+    values = known.v_head_dim or size
+    return {"k": ((heads, size), known.dtype), "v": ((heads, values), known.dtype)}
 
 
 def _heads_first(rows: torch.Tensor) -> torch.Tensor:

@@ -76,18 +76,33 @@ class PartsStrategy:
 
 
 def attention_pools(
-    model: ModelConfig, page_size: int, component: ComponentId, layers: tuple[int, ...], prefix: str
+    model: ModelConfig,
+    page_size: int,
+    component: ComponentId,
+    layers: tuple[int, ...],
+    *,
+    prefix: str = "",
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
 ) -> tuple[PoolSpec, ...]:
     """Pools of attention layers, a row per token: keys and values (MHA, GQA, MQA), of which a rank
-    holds its share of the heads; or one latent (MLA), of which each holds a copy."""
+    holds its share of the heads; or one latent (MLA), of which each holds a copy.
 
-    def pool(name: str, *row_shape: int | None) -> PoolSpec:
-        shape = tuple(size for size in row_shape if size is not None)  # the schema requires all
-        sharding: Sharding = "replicated" if model.is_latent else "per_rank"
-        return PoolSpec(prefix + name, component, layers, shape, model.dtype, page_size, sharding)
+    `num_kv_heads` and `head_dim`: where these layers' are not the model's.
+    """
+
+    sharding: Sharding = "replicated" if model.is_latent else "per_rank"
+
+    def pool(name: str, *row_shape: int) -> PoolSpec:
+        kept = prefix + name, component, layers, row_shape, model.dtype, page_size, sharding
+        return PoolSpec(*kept)
 
     if model.is_latent:
-        return (pool("latent", (model.kv_lora_rank or 0) + (model.qk_rope_head_dim or 0)),)
-    heads = model.num_kv_heads
-    values = model.v_head_dim or model.head_dim
-    return pool("k", heads, model.head_dim), pool("v", heads, values)
+        rank, rope_dim = model.kv_lora_rank, model.qk_rope_head_dim
+        assert rank is not None  # the schema requires both
+        assert rope_dim is not None
+        return (pool("latent", rank + rope_dim),)
+    heads, key_dim = num_kv_heads or model.num_kv_heads, head_dim or model.head_dim
+    assert heads is not None  # the schema requires both
+    assert key_dim is not None
+    return pool("k", heads, key_dim), pool("v", heads, model.v_head_dim or key_dim)

@@ -19,7 +19,7 @@ FULL: Final = ComponentId("full")
 
 def _full(model: ModelConfig, page_size: int) -> Iterator[Declared]:
     layers = model.layers_with("full")
-    yield ComponentSpec(FULL, "full"), attention_pools(model, page_size, FULL, layers, prefix="")
+    yield ComponentSpec(FULL, "full"), attention_pools(model, page_size, FULL, layers)
 
 
 FULL_ATTENTION: Final = Part("full", _full)

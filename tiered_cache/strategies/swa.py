@@ -20,7 +20,12 @@ def _windows(model: ModelConfig, page_size: int) -> Iterator[Declared]:
     windows = model.windows
     for window, layers in windows.items():
         component = ComponentId("swa" if len(windows) == 1 else f"swa.{window}")
-        pools = attention_pools(model, page_size, component, layers, prefix=f"{component}.")
+        pools = attention_pools(
+            *(model, page_size, component, layers),
+            prefix=f"{component}.",
+            num_kv_heads=model.sliding_num_kv_heads,
+            head_dim=model.sliding_head_dim,
+        )
         yield ComponentSpec(component, "swa", window), pools
 
 

@@ -666,6 +666,12 @@ class RadixTree:
         path = self._path_to(boundary.node)
         return [component.would_protect(path, boundary.depth) for component in self.components]
 
+    def would_hold(self, boundary: Boundary) -> list[int]:
+        """Per component, ids that a lock on this boundary would keep, out of what a request needs
+        at a time."""
+        path = self._path_to(boundary.node)
+        return [component.would_hold(path, boundary.depth) for component in self.components]
+
     def would_release(self, receipts: Sequence[Receipt]) -> list[int]:
         """Per component, pages that would become evictable if these receipts were released
         together."""

@@ -265,6 +265,11 @@ class TreeComponent(ABC):
         """Evictable device pages that a lock on `path` (end first), cut at `depth`, would
         protect."""
 
+    def would_hold(self, path: Sequence[Node], depth: int) -> int:
+        """Device ids that a lock on `path` (end first), cut at `depth`, would keep of those that a
+        request counts in its `footprint`; only asked where there may be tombstones."""
+        return 0
+
     @abstractmethod
     def would_release(self, parts: Sequence[tuple[Node, Any]]) -> int:
         """Device pages that would become evictable if one lock for each of `parts` (the node where

@@ -204,13 +204,21 @@ class SWAComponent(SparseComponent):
             current = current.parent
 
     def would_protect(self, path: Sequence[Node], depth: int) -> int:
-        num_pages = 0
+        return sum(
+            num_pages
+            for node, num_pages in self._would_hold(path, depth)
+            if not node.data[self.index].lock_ref
+        )
+
+    def would_hold(self, path: Sequence[Node], depth: int) -> int:
+        return sum(num_pages for _, num_pages in self._would_hold(path, depth))
+
+    def _would_hold(self, path: Sequence[Node], depth: int) -> Iterator[tuple[Node, int]]:
+        """The nodes with a value that a lock would hold, and how many pages of each."""
         within = [node for node in path if node.start < depth]
         for node in self._in_window(within, depth, self.window):
-            data = node.data[self.index]
-            if not data.lock_ref and data.value is not None:
-                num_pages += (min(node.end, depth) - node.start) // self.page_size
-        return num_pages
+            if node.data[self.index].value is not None:
+                yield node, (min(node.end, depth) - node.start) // self.page_size
 
     # --- transfer ---------------------------------------------------------------------------------
 

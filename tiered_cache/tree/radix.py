@@ -667,7 +667,7 @@ class RadixTree:
         return [component.would_protect(path, boundary.depth) for component in self.components]
 
     def would_hold(self, boundary: Boundary) -> list[int]:
-        """Per component, ids that a lock on this boundary would keep, out of what a request needs
+        """Per component, ids that a lock on this boundary would keep, of those that a request needs
         at a time."""
         path = self._path_to(boundary.node)
         return [component.would_hold(path, boundary.depth) for component in self.components]

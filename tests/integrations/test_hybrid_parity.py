@@ -32,7 +32,7 @@ from tiered_cache.strategies.registry import register_stack_strategy
 from tiered_cache.testing.models import tiny_model
 from tiered_cache.types import ComponentId, EvictParams
 
-WINDOWS = ["mistral", "gemma2", "gemma3", "gemma3n", "gpt_oss", "cohere2", "llama4"]
+WINDOWS = ["mistral", "gemma2", "gemma3", "gemma3n", "gemma4", "gpt_oss", "cohere2", "llama4"]
 STATES = [
     *("qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear"),
     *("bamba", "granite_hybrid", "nemotron_h", "falcon_h1", "zamba2"),

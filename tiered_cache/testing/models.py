@@ -46,6 +46,7 @@ TinyKind = Literal[
     "gemma2",
     "gemma3",
     "gemma3n",
+    "gemma4",
     "gpt_oss",
     "cohere2",
     "llama4",
@@ -454,6 +455,19 @@ _TINY: Final[dict[str, tuple[str, dict[str, Any]]]] = {
             "laurel_rank": 8,
             "altup_num_inputs": 2,
             "activation_sparsity_pattern": None,
+        },
+    ),
+    "gemma4": (
+        "Gemma4",
+        {
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "sliding_window": 24,
+            "layer_types": ("sliding_attention", "full_attention", "full_attention"),
+            "vocab_size_per_layer_input": 256,
+            "hidden_size_per_layer_input": 16,
         },
     ),
     "gpt_oss": (

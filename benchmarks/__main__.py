@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 from rich.console import Console
 
-from benchmarks import copies, files, lateness, lease, redis_store, report, scaling, trace, tree
+from benchmarks import (
+    copies,
+    files,
+    hybrid,
+    lateness,
+    lease,
+    redis_store,
+    report,
+    scaling,
+    trace,
+    tree,
+)
 from benchmarks.measure import server_gc
 
 if TYPE_CHECKING:
@@ -26,6 +37,7 @@ class Bench(StrEnum):
     """What can be asked for."""
 
     TREE = "tree"
+    HYBRID = "hybrid"
     LEASE = "lease"
     SCALING = "scaling"
     COPIES = "copies"
@@ -68,6 +80,7 @@ def main(
     """Measure tiered-cache: tree, lease, large trees, copies, files, the loop, a trace."""
     works: dict[Bench, Callable[[], list[Row]]] = {
         Bench.TREE: lambda: tree.run(repeat, quick=quick),
+        Bench.HYBRID: lambda: hybrid.run(repeat, quick=quick),
         Bench.LEASE: lambda: lease.run(repeat, quick=quick),
         Bench.SCALING: lambda: scaling.run(repeat, full=full, quick=quick),
         Bench.COPIES: lambda: copies.run(repeat, quick=quick),

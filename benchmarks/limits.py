@@ -54,6 +54,15 @@ LIMITS: Final = (
     Limit("tree", "b: match and ids", "hit_rate", 0.9922, at_least=True),
     Limit("tree", "c: match", "hit_rate", 1.0, at_least=True),
     Limit("tree", "d: request, evicting", "hit_rate", 0.3495, at_least=True),
+    *(
+        Limit("hybrid", f"{work}, {other}", "median_c", bound)
+        for work, other, bound in (
+            ("a: request", "a window", 42),
+            ("a: request", "states", 33),
+            ("d: request, evicting", "a window", 40),
+            ("d: request, evicting", "states", 28),
+        )
+    ),
     Limit("lease", "a: lease", "tree_x", 2),
     Limit("lease", "d: lease, evicting", "tree_x", 2),
     Limit("lease", "a: tree, two tiers", "one_tier_x", 1.15),

@@ -67,9 +67,11 @@ class Backups:
         self._changed = changed
         self._queue: deque[Boundary] = deque()
         self._queued: dict[Node, int] = {}  # ends of queued paths: pages counted for each
+        self._used: set[Node] = set()  # those of them that somebody has used
         self._num_pending = 0
         self._worker: asyncio.Task[None] | None = None
         self._is_closed = False
+        self._may_begin_again = False
 
     # --- queue ------------------------------------------------------------------------------------
 
@@ -87,6 +89,7 @@ class Backups:
                 is_end = False
             node = node.parent
         for end in reversed(ends):
+            self._used.add(end)
             self._enqueue(end)
 
     def _enqueue(self, node: Node) -> None:
@@ -118,18 +121,22 @@ class Backups:
     def _forget_queue(self) -> None:
         self._queue.clear()
         self._queued.clear()
+        self._used.clear()
         self._num_pending = 0
 
-    def _next(self) -> Boundary:
+    def _next(self) -> tuple[Boundary, bool]:
+        """The path whose turn it is, and whether somebody has used it."""
         boundary = self._queue.popleft()
         self._num_pending -= self._queued.pop(boundary.node)
-        return boundary
+        is_used = boundary.node in self._used
+        self._used.discard(boundary.node)
+        return boundary, is_used
 
     # --- the way ----------------------------------------------------------------------------------
 
     async def _work(self) -> None:
         while self._queue:
-            boundary = self._next()
+            boundary, self._may_begin_again = self._next()
             try:
                 is_first = True
                 while await self._write_some(boundary, is_first=is_first):
@@ -165,7 +172,10 @@ class Backups:
             if missing and missing[0] < first:  # it was believed to be there
                 lost = tree.forget_path_stored(end, above + missing[0] * self._page_size)
                 self._host.take_back(lost)
-                return False  # the next use begins with it: a full store would never come to rest
+                # It begins with it now, once for each use: a store that is full, and gives up the
+                # one for the other, is to come to rest.
+                may, self._may_begin_again = self._may_begin_again, False
+                return may
             if missing and not self._writes:
                 return False
             if missing:

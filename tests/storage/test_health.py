@@ -294,6 +294,23 @@ async def test_writes_recover_by_a_backup() -> None:
 
 
 @on_virtual_clock
+async def test_a_try_that_takes_too_long_decides_nothing() -> None:
+    """Nobody waits with a limit for `clear`, so nobody has called it failed; the next call decides,
+    instead of waiting for one that has ended."""
+    async with three_tiers() as (r, store):
+        writes = r.cache._controller.storage.writes  # type: ignore[union-attr]
+        writes.open("no space")
+        await asyncio.sleep(writes.retry_at - asyncio.get_running_loop().time())
+        store.fault("clear", delay=100.0)
+        await r.cache.storage.clear()
+        assert writes.state is OPEN
+        await r.serve(A)
+        await r.cache.drain()
+        assert store.has(A) == "S" * 8
+        assert writes.state is CLOSED
+
+
+@on_virtual_clock
 async def test_reads_go_on_when_nothing_can_be_written() -> None:
     """A full disk is no reason not to read from it; and the other way round."""
     async with three_tiers() as (r, store):

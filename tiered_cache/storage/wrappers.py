@@ -171,7 +171,8 @@ class Guarded(Wrapper):
             breaker.failed("no object of a batch could be read or written")
         elif (took_s := self._clock() - began) <= self._limit_s:
             breaker.succeeded(took_s)
-        # Later it has failed already: whoever waited did not wait so long.
+        else:  # whoever had a limit has given it up, and it counts as failed; else it says nothing
+            breaker.given_up()
 
     async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
         with self._asked(self._reads):

@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from tiered_cache import load_config
-from tiered_cache.integrations.transformers import model_from_hf
+from tiered_cache.integrations.transformers import ONE_AT_A_TIME, model_from_hf
 
 if TYPE_CHECKING:
     from tiered_cache.config import Config
@@ -18,10 +18,13 @@ if TYPE_CHECKING:
 PAGE_SIZE = 16
 
 
-def settings(model: Any, tokens: int = 1024, **more: Any) -> Config:
+def settings(
+    model: Any, tokens: int = 1024, ratio: dict[str, float] | None = None, **more: Any
+) -> Config:
     """A configuration whose pools fit the model."""
+    device = {"tokens": tokens, "ratio": ratio or {}}
     return load_config(
-        {"page_size": PAGE_SIZE, "device": {"tokens": tokens}, "check": True, **more},
+        {"page_size": PAGE_SIZE, "device": device, "check": True, **more},
         {"model": model_from_hf(model.config, id="test/model", revision="1", dtype=model.dtype)},
     )
 
@@ -50,27 +53,59 @@ def random_tokens(count: int, seed: int = 0) -> list[int]:
 class NeverSerialised:
     """The same model with a transformers cache of its own, which never goes through any pool."""
 
-    def __init__(self, model: Any, cache: Any = None) -> None:
+    def __init__(self, model: Any, cache: Any = None, length: int = 0) -> None:
         self.model = model
         self.cache = DynamicCache(config=model.config) if cache is None else cache
+        self.length = length
+        self._one_at_a_time = model.config.model_type in ONE_AT_A_TIME
 
     @torch.inference_mode()
     def forward(self, tokens: Any, start: int) -> torch.Tensor:
         """Logits after the last of `tokens`, which stand at positions from `start` on."""
-        assert self.cache.get_seq_length() == start
+        assert self.length == start
         tokens = torch.tensor(np.asarray(tokens, dtype=np.int64))
-        output = self.model(
-            input_ids=tokens[None],
-            position_ids=torch.arange(start, start + len(tokens))[None],
-            cache=self.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        self.length += len(tokens)
+        step = 1 if self._one_at_a_time and start else len(tokens)
+        positions = torch.arange(start, self.length)
+        for ids, places in zip(tokens.split(step), positions.split(step), strict=True):
+            output = self.model(
+                input_ids=ids[None],
+                position_ids=places[None],
+                cache=self.cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
         return output.logits[0, -1].float()
 
     @torch.inference_mode()
     def branch(self, length: int) -> NeverSerialised:
         """Another one that goes on from the first `length` tokens."""
         cache = copy.deepcopy(self.cache)
-        cache.crop(length - cache.get_seq_length())
-        return NeverSerialised(self.model, cache)
+        if length != self.length:
+            cache.crop(length - self.length)
+        return NeverSerialised(self.model, cache, length)
+
+
+class Remembering(NeverSerialised):
+    """One that can go on from where a forward ended, although windows and states do not go back.
+
+    Models without states can go on from any place: of windows it remembers all that each forward
+    had, before it forgets what it does not need for the next.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self._past: dict[int, NeverSerialised] = {}
+        self.has_states = any(hasattr(layer, "conv_states") for layer in self.cache.layers)
+        if not self.has_states:
+            self.cache.activate_past_recording()
+
+    def forward(self, tokens: Any, start: int) -> torch.Tensor:
+        logits = super().forward(tokens, start)
+        self._past[self.length] = super().branch(self.length)
+        if not self.has_states:
+            self.cache.crop(0)
+        return logits
+
+    def branch(self, length: int) -> NeverSerialised:
+        return self._past[min(end for end in self._past if end >= length)].branch(length)

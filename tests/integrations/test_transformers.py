@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
 from contextlib import aclosing
 from typing import Any
 
 import pytest
 import torch
-from transformers import BambaConfig, LlamaConfig, LlamaForCausalLM, MistralConfig
+from transformers import BambaConfig, DeepseekV32Config, LlamaConfig, LlamaForCausalLM
 
 from tests.integrations.helpers import (
     PAGE_SIZE,
@@ -21,10 +22,12 @@ from tests.integrations.helpers import (
 )
 from tiered_cache import ConfigError, UnifiedRadixCache
 from tiered_cache.integrations.transformers import TransformersRunner, check_layers, generate
+from tiered_cache.pools.device import DevicePools
+from tiered_cache.pools.spec import PoolSpec
 from tiered_cache.testing.models import tiny_model
 from tiered_cache.transfer.copier import CopyJob, Direction
 from tiered_cache.transfer.cpu import CpuCopier
-from tiered_cache.types import Hits
+from tiered_cache.types import ComponentId, Hits
 
 
 @pytest.fixture(scope="module")
@@ -408,21 +411,17 @@ async def test_a_batch_step_gives_what_single_runs_give(model: Any) -> None:
 # --- What is refused ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        (
-            MistralConfig(num_hidden_layers=2, sliding_window=16),
-            "DynamicSlidingWindowLayer at layers 0, 1",
-        ),
-        (
-            BambaConfig(num_hidden_layers=3, attn_layer_indices=[1]),
-            "LinearAttentionLayer at layers 0, 2",
-        ),
-    ],
-)
-def test_layers_with_other_state_are_refused_by_name(config: Any, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_layers_with_other_state_are_refused_by_name() -> None:
+    config = DeepseekV32Config(num_hidden_layers=2)
+    with pytest.raises(ConfigError, match="DynamicIndexedLayer at layers 0, 1"):
+        check_layers(config)
+
+
+def test_layers_with_several_states_of_a_kind_are_refused_by_name() -> None:
+    config = BambaConfig(num_hidden_layers=3, attn_layer_indices=[1])
+    check_layers(config)
+    config.number_of_conv_states = 3
+    with pytest.raises(ConfigError, match="LinearAttentionLayer at layers 0, 2"):
         check_layers(config)
 
 
@@ -432,7 +431,9 @@ def other_models() -> dict[str, Any]:
     return {
         "bfloat16": tiny_model("llama", torch.bfloat16),
         r"rows \(2, 32\)": tiny_model("qwen3"),
-        "on 4 layers": tiny_model("llama", num_layers=4),
+        "for its layer 3": tiny_model("llama", num_layers=4),
+        "for 3 layers, the model has 2": tiny_model("llama", num_layers=2),
+        "a pool conv for its layer 0": tiny_model("qwen3_5"),
         "a pool latent": tiny_model("deepseek_v3"),
     }
 
@@ -464,3 +465,41 @@ async def test_a_model_that_caches_expanded_heads_is_not_taken_for_latent() -> N
             chunk = await lease.next_chunk(16)
             with pytest.raises(ConfigError, match="not the latent"):
                 await lease.run(runner, chunk)
+
+
+def test_keys_and_values_that_do_not_share_their_pages_are_refused(model: Any) -> None:
+    """A strategy of one's own can do that; here slots would be those of one of them."""
+    specs = [
+        PoolSpec(name, ComponentId(component), (0, 1, 2), (2, 16), "float32", PAGE_SIZE)
+        for name, component in (("k", "full"), ("other.v", "other"))
+    ]
+    pools = DevicePools(specs, {spec.component: 4 for spec in specs})
+    with pytest.raises(ConfigError, match="layer 0 is in pools of several components"):
+        TransformersRunner(model, pools)
+
+
+@pytest.fixture(scope="module")
+def lfm2() -> Any:
+    """Its config looks like one of Mamba, too."""
+    model = tiny_model("lfm2")
+    model.config.update({"mamba_expand": 1, "mamba_d_state": 8, "mamba_d_conv": 3})
+    return model
+
+
+async def test_a_model_that_keeps_other_states_than_its_pools_is_refused(lfm2: Any) -> None:
+    """What a config promises and what the model keeps: seen at the first write, again."""
+    config = settings(lfm2, ratio={"mamba": 0.5})
+    async with UnifiedRadixCache.open(config) as cache:
+        runner = TransformersRunner(lfm2, cache.pools)
+        async with cache.lease([1, 2, 3]) as lease:
+            chunk = await lease.next_chunk(16)
+            with pytest.raises(ConfigError, match="keep no recurrent state"):
+                await lease.run(runner, chunk)
+
+
+def test_states_of_a_family_that_is_not_known_are_refused(lfm2: Any) -> None:
+    other = copy.copy(lfm2)
+    other.config = BambaConfig(num_hidden_layers=3, attn_layer_indices=[1], mamba_d_conv=None)
+    pools = DevicePools([], {})
+    with pytest.raises(ConfigError, match="states of the linear layers of BambaConfig are unknown"):
+        TransformersRunner(other, pools)

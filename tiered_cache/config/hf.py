@@ -76,11 +76,9 @@ def _unsupported(text: Any) -> Iterator[str]:
     if kinds is not None and not _is_list_of_text(kinds):
         yield "layer_types must be a list of text"
     elif kinds is not None:
-        for kind in sorted(set(kinds) - set(LAYER_TYPES) - set(LAYER_TYPE_ALIASES)):
+        for kind in sorted(set(kinds) - {*LAYER_TYPES, *LAYER_TYPE_ALIASES, *WINDOWS}):
             yield f"layers of type {kind} are not supported yet"
         yield from _differences(text)
-    elif getattr(text, "attention_chunk_size", None) is not None:
-        yield "chunked attention is not supported yet"
     for telltale, words in TELLTALES.items():
         if getattr(text, telltale, None) is not None and kinds is None:
             yield f"{words} is not supported yet where the config has no layer_types"
@@ -138,23 +136,45 @@ def _configs_of(text: Any, kind: StateKind) -> list[Any]:
     return [text.per_layer_config[at] for at, name in layers if kind in LAYER_TYPES.get(name, ())]
 
 
+WINDOWS: Final = {
+    "sliding_attention": "sliding_window",
+    "hybrid_sliding": "sliding_window",
+    "chunked_attention": "attention_chunk_size",
+}
+"""Layers that see a part of the tokens, with the attribute that says how many. What a chunk needs
+of the tokens before it is never more than a window as long has."""
+
+WITHOUT_WINDOW: Final = {"sliding_attention": "full_attention", "hybrid_sliding": "hybrid"}
+
+
 def _layer_types(text: Any) -> list[str]:
     num_layers = getattr(text, "num_hidden_layers", None)
     kinds: Sequence[str] | None = getattr(text, "layer_types", None)
-    if kinds is None:
-        window = getattr(text, "sliding_window", None)
-        kind = "full_attention" if window is None else "sliding_attention"
-        kinds = [kind] * (num_layers if isinstance(num_layers, int) and num_layers < 10**6 else 1)
+    if kinds is None:  # all alike: windows, too, would come to full attention
+        kinds = ["full_attention"] * (
+            num_layers if isinstance(num_layers, int) and num_layers < 10**6 else 1
+        )
+    kinds = ["sliding_attention" if kind == "chunked_attention" else kind for kind in kinds]
     types = [LAYER_TYPE_ALIASES.get(kind, kind) for kind in kinds]
     shared = getattr(text, "num_kv_shared_layers", None)
     if isinstance(shared, int) and shared > 0:  # the last ones use the KV of layers before them
         types[-shared:] = ["none"] * min(shared, len(types))
-    return types
+    if any("full" in LAYER_TYPES.get(name, ()) for name in types):
+        return types
+    # Something has to hold the prefix: windows are kept in full, and used in part.
+    return [WITHOUT_WINDOW.get(name, name) for name in types]
 
 
 def _windows(text: Any) -> int | list[int | None] | None:
     """One window, or one for each layer that has one where these differ."""
-    windows = [getattr(layer, "sliding_window", None) for layer in _configs_of(text, "window")]
+    types = _layer_types(text)
+    is_heterogeneous = getattr(text, "is_heterogeneous", False)
+    layers = text.per_layer_config if is_heterogeneous else [text] * len(types)
+    windows = [
+        getattr(layer, WINDOWS[kind], None)
+        for layer, kind, name in zip(layers, text.layer_types, types, strict=False)
+        if "window" in LAYER_TYPES[name]
+    ]
     return windows if len(set(windows)) > 1 else windows[0]
 
 

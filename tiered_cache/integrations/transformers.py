@@ -1,4 +1,4 @@
-"""Hugging Face transformers on this cache (extra `transformers`): plain dynamic layers.
+"""Hugging Face transformers on this cache (extra `transformers`).
 
 Owns: the way of state between a transformers `DynamicCache` and the device pools, and `generate`, a
 serving loop for one request. Refuses to know: tree, admission, eviction. It sees chunks and pools,
@@ -9,19 +9,23 @@ nothing behind them.
         async for token in tokens:
             ...
 
-State goes into a transformers cache only by its public `update`, and is copied, never aliased:
-transformers grows its tensors in place of the old ones, and pages of the pools are shared between
-requests.
+State goes into a transformers cache only by its public methods, and is copied, never aliased:
+transformers grows its tensors in place of the old ones or writes over them, and pages of the pools
+are shared between requests.
 
-What is supported: every layer a `DynamicLayer`. Keys and values of MHA and GQA go to the pools `k`
-and `v`. With multi-head latent attention (DeepSeek-V3) transformers keeps what the model
-compresses: the latent in `keys` `[1, 1, S, kv_lora_rank]`, the rotated key in `values` `[1, 1, S,
-qk_rope_head_dim]`; both lie side by side in the pool `latent`. Sliding windows and linear attention
-need components that this integration does not have yet: they are refused by name.
+What is supported, in any mixture (`LAYER_PARTS`): full attention, sliding windows and chunks,
+linear attention (recurrent states, short convolutions), and layers with both. Keys and values of
+MHA and GQA go to the pools `k` and `v` that hold the layer (`swa.k` and `swa.v`, where windows are
+apart). With multi-head latent attention (DeepSeek-V3) transformers keeps what the model compresses:
+the latent in `keys` `[1, 1, S, kv_lora_rank]`, the rotated key in `values` `[1, 1, S,
+qk_rope_head_dim]`; both lie side by side in the pool `latent`. Of a layer with a window, no more is
+brought than the window. States go to the pools `conv` and `temporal`. Other layers are refused by
+name.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import OrderedDict
@@ -32,11 +36,18 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import torch
 
 from tiered_cache.config import model_from_hf
-from tiered_cache.errors import ConfigError, LoadFailed
+from tiered_cache.config.hf_states import layer_states
+from tiered_cache.errors import ConfigError, IntegrityError, LoadFailed
 
 try:
     from transformers import DynamicCache
-    from transformers.cache_utils import DynamicLayer
+    from transformers.cache_utils import (
+        DummyLayer,
+        DynamicLayer,
+        DynamicSlidingWindowLayer,
+        LinearAttentionAndFullAttentionLayer,
+        LinearAttentionLayer,
+    )
 except ImportError as error:  # the extra is missing: say so instead of naming an inner module
     raise ImportError(
         "this integration needs transformers 5.24 or newer. "
@@ -44,19 +55,23 @@ except ImportError as error:  # the extra is missing: say so instead of naming a
     ) from error
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+    from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
 
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from tiered_cache.cache import UnifiedRadixCache
     from tiered_cache.chunk import Chunk
-    from tiered_cache.layers import LayerWaits
+    from tiered_cache.config import ModelConfig
     from tiered_cache.lease import Lease
     from tiered_cache.pools.device import DevicePools
     from tiered_cache.pools.spec import PoolSpec
 
 __all__ = ["TransformersRunner", "generate", "greedy", "model_from_hf"]
+
+ONE_AT_A_TIME: Final = frozenset({"jamba"})
+"""Model types of which transformers 5.24 computes several tokens wrongly when there are tokens
+before them: they are computed one by one then."""
 
 LIVE_LIMIT: Final = 64
 """Live transformers caches kept by a runner; see `TransformersRunner`."""
@@ -85,31 +100,25 @@ class TransformersRunner:
         model: a causal language model of transformers, in eval mode, on the pools' device and in
             their dtype.
         pools: `cache.pools`.
-        component: the component whose pages hold the state.
         live_limit: at most so many live caches (the least recently used goes first). What is beyond
             costs a copy of the prefix from the pools, nothing else. `generate` forgets its own;
             with `lease.run` call `forget(lease.id)` at the end, or leave it to this limit.
 
     Raises:
-        ConfigError: a layer of the model is no plain dynamic layer, or the pools do not fit the
-            model.
+        ConfigError: a layer of the model keeps what this integration cannot carry, or the pools do
+            not fit the model.
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        pools: DevicePools,
-        *,
-        component: str = "full",
-        live_limit: int = LIVE_LIMIT,
+        self, model: PreTrainedModel, pools: DevicePools, *, live_limit: int = LIVE_LIMIT
     ) -> None:
         if live_limit < 0:
             raise ValueError(f"live_limit must not be negative: {live_limit}")
         self.model = model
-        self.component = component
         self._config: Any = model.config
         check_layers(self._config)
-        self._state = _state_layout(model, pools, component)
+        self._parts = _layer_parts(model, pools)
+        self._one_at_a_time = self._config.model_type in ONE_AT_A_TIME
         self._live: OrderedDict[int, _Live] = OrderedDict()
         self._live_limit = live_limit
         self._lock = threading.Lock()  # run_threads may be more than one
@@ -126,18 +135,11 @@ class TransformersRunner:
             live = self._take(chunk.lease_id)
             if live is None or (live.length, live.num_reused) != (chunk.start, _num_reused(chunk)):
                 live = self._attach(chunk)
-            device = self.model.device
-            tokens = torch.tensor(chunk.tokens, device=device)  # a copy: chunks are read-only
-            # Explicit positions: some models would count from 0 again.
-            positions = torch.arange(chunk.start, chunk.stop, device=device)
-            output = self.model(
-                input_ids=tokens[None],
-                position_ids=positions[None],
-                cache=live.cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
-            self._state.write(live.cache, chunk.start, self._slots(chunk, chunk.start, chunk.stop))
+            output = self._forward(chunk, live.cache)
+            place = _Place(chunk, self.model.device)
+            for layer, parts in zip(live.cache.layers, self._parts, strict=True):
+                for part in parts:
+                    part.write(layer, place)
             # The copy to the host also ends the writes above (same stream): on return the chunk's
             # state is there.
             logits: torch.Tensor = output.logits[0, -1].float().cpu()
@@ -162,14 +164,32 @@ class TransformersRunner:
         """Transformers caches that are kept now."""
         return len(self._live)
 
+    def _forward(self, chunk: Chunk, cache: DynamicCache) -> Any:
+        device = self.model.device
+        tokens = torch.tensor(chunk.tokens, device=device)  # a copy: chunks are read-only
+        # Explicit positions: some models would count from 0 again.
+        positions = torch.arange(chunk.start, chunk.stop, device=device)
+        step = 1 if self._one_at_a_time and chunk.start else len(chunk)
+        parts = zip(torch.split(tokens, step), torch.split(positions, step), strict=True)
+        for ids, places in parts:
+            output = self.model(
+                input_ids=ids[None],
+                position_ids=places[None],
+                cache=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        return output
+
     def _attach(self, chunk: Chunk) -> _Live:
         cache = DynamicCache(config=self._config)
-        if chunk.start:
-            self._state.read(cache, self._slots(chunk, 0, chunk.start), chunk.lease.layers)
+        place = _Place(chunk, self.model.device)
+        for at, (layer, parts) in enumerate(zip(cache.layers, self._parts, strict=True)):
+            if chunk.start:
+                chunk.lease.layers.wait(at)
+            for part in parts:
+                part.read(layer, place)
         return _Live(cache, chunk.start, _num_reused(chunk))
-
-    def _slots(self, chunk: Chunk, start: int, stop: int) -> torch.Tensor:
-        return torch.from_numpy(chunk.slots(self.component, start, stop)).to(self.model.device)
 
     def _take(self, lease_id: int) -> _Live | None:
         with self._lock:
@@ -302,16 +322,15 @@ def _announce_first_run(
 
 
 def check_layers(config: PreTrainedConfig) -> None:
-    """Refuses a model whose transformers cache has other layers than plain dynamic ones.
+    """Refuses a model whose transformers cache has layers that cannot be carried.
 
     Raises:
         ConfigError: names the layers and their class.
     """
     others: dict[str, list[int]] = {}
     for at, layer in enumerate(DynamicCache(config=config).layers):
-        if (
-            type(layer) is not DynamicLayer
-        ):  # a subclass keeps more than keys and values of all tokens
+        # Exactly these classes: a subclass keeps more than they do.
+        if type(layer) not in LAYER_PARTS or getattr(layer, "number_of_states", 1) != 1:
             others.setdefault(type(layer).__name__, []).append(at)
     if others:
         found = "; ".join(
@@ -319,8 +338,8 @@ def check_layers(config: PreTrainedConfig) -> None:
         )
         raise ConfigError(
             f"{type(config).__name__} (model type {config.model_type!r}) has cache layers that "
-            f"cannot be carried yet: {found}. This integration carries plain full attention "
-            "(DynamicLayer) only"
+            f"cannot be carried yet: {found}. This integration carries "
+            f"{', '.join(layer.__name__ for layer in LAYER_PARTS)}"
         )
 
 
@@ -345,112 +364,254 @@ def _num_reused(chunk: Chunk) -> int:
     return chunk.lease.hits.total
 
 
-class _StateLayout(Protocol):
-    """How one kind of attention state lies in the pools."""
+class _Place:
+    """Where the state of a chunk's lease lies, from the thread of the chunk's run."""
 
-    def read(self, cache: DynamicCache, slots: torch.Tensor, layers: LayerWaits) -> None:
-        """Pools → an empty cache: the rows at `slots`, in this order, on every layer, each when it
-        has arrived.
+    def __init__(self, chunk: Chunk, device: torch.device) -> None:
+        self.chunk = chunk
+        self._device = device
+        self._slots: dict[tuple[str, int, int], torch.Tensor] = {}
+        self._states: dict[str, torch.Tensor] = {}
 
-        Raises:
-            LoadFailed, StaleError: it will not.
-        """
+    def before(self, component: str, num_tokens: int | None) -> torch.Tensor:
+        """Slots of the last `num_tokens` tokens before the chunk; None: of all."""
+        stop = self.chunk.start
+        return self._of(component, 0 if num_tokens is None else max(0, stop - num_tokens), stop)
 
-    def write(self, cache: DynamicCache, start: int, slots: torch.Tensor) -> None:
-        """The cache's state from token `start` on → the pools, at `slots`."""
+    def own(self, component: str) -> torch.Tensor:
+        """Slots of the chunk's tokens."""
+        return self._of(component, self.chunk.start, self.chunk.stop)
+
+    def state(self, component: str) -> torch.Tensor:
+        """The slot with the state at the chunk's start, which becomes the one at its stop."""
+        found = self._states.get(component)
+        if found is None:
+            slot = self.chunk.state_slots[component]
+            found = self._states[component] = torch.tensor([slot], device=self._device)
+        return found
+
+    def _of(self, component: str, start: int, stop: int) -> torch.Tensor:
+        """The layers of a component share them."""
+        found = self._slots.get((component, start, stop))
+        if found is None:
+            slots = self.chunk.slots(component, start, stop)
+            if len(slots) and slots.min() < 0:
+                raise IntegrityError(f"{self.chunk!r}: not all of {component} [{start}, {stop})")
+            found = torch.from_numpy(slots).to(self._device)
+            self._slots[component, start, stop] = found
+        return found
+
+
+class _LayerPart(Protocol):
+    """One kind of state of one layer, and the pools where it lies."""
+
+    def read(self, layer: Any, place: _Place) -> None:
+        """Pools → a new layer: what it holds when the chunk begins."""
+
+    def write(self, layer: Any, place: _Place) -> None:
+        """The layer, which has computed the chunk → pools."""
 
 
 class _KeyValues:
     """Pools `k` and `v`: rows `[heads, dim]`; in transformers `[1, heads, S, dim]`."""
 
-    def __init__(self, keys: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-        self._keys, self._values = keys, values
+    def __init__(self, component: str, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self._component, self._keys, self._values = component, keys, values
 
-    def read(self, cache: DynamicCache, slots: torch.Tensor, layers: LayerWaits) -> None:
-        pools = zip(_layers(cache), self._keys, self._values, strict=True)
-        for at, (layer, keys, values) in enumerate(pools):
-            layers.wait(at)
+    def read(self, layer: Any, place: _Place) -> None:
+        window = layer.sliding_window - 1 if layer.is_sliding else None
+        slots = place.before(self._component, window)
+        if layer.is_sliding:
+            # Else it forgets, before it is written, what a chunk longer than the window has.
+            layer.activate_past_recording()
+        if len(slots):
             layer.update(
-                _heads_first(keys.index_select(0, slots)),
-                _heads_first(values.index_select(0, slots)),
+                _heads_first(self._keys.index_select(0, slots)),
+                _heads_first(self._values.index_select(0, slots)),
             )
+        if layer.is_sliding:
+            layer.cumulative_length = place.chunk.start
 
-    def write(self, cache: DynamicCache, start: int, slots: torch.Tensor) -> None:
-        for layer, keys, values in zip(_layers(cache), self._keys, self._values, strict=True):
-            _write(keys, slots, layer.keys[0, :, start:].transpose(0, 1))
-            _write(values, slots, layer.values[0, :, start:].transpose(0, 1))
+    def write(self, layer: Any, place: _Place) -> None:
+        slots = place.own(self._component)
+        _write(self._keys, slots, layer.keys[0, :, -len(slots) :].transpose(0, 1))
+        _write(self._values, slots, layer.values[0, :, -len(slots) :].transpose(0, 1))
+        if layer.is_sliding:
+            layer.crop(0)  # to the window
 
 
 class _Latent:
     """Pool `latent`: rows `[kv_lora_rank + rope_dim]`, which transformers keeps apart."""
 
-    def __init__(self, latents: list[torch.Tensor], rank: int) -> None:
-        self._latents, self._rank = latents, rank
+    def __init__(self, component: str, latents: torch.Tensor, rank: int) -> None:
+        self._component, self._latents, self._rank = component, latents, rank
 
-    def read(self, cache: DynamicCache, slots: torch.Tensor, layers: LayerWaits) -> None:
-        for at, (layer, latents) in enumerate(zip(_layers(cache), self._latents, strict=True)):
-            layers.wait(at)
-            rows = latents.index_select(0, slots)[None, None]
+    def read(self, layer: Any, place: _Place) -> None:
+        slots = place.before(self._component, None)
+        if len(slots):
+            rows = self._latents.index_select(0, slots)[None, None]
             layer.update(rows[..., : self._rank].contiguous(), rows[..., self._rank :].contiguous())
 
-    def write(self, cache: DynamicCache, start: int, slots: torch.Tensor) -> None:
-        for layer, latents in zip(_layers(cache), self._latents, strict=True):
-            if layer.keys.shape[1] != 1 or layer.keys.shape[-1] != self._rank:
-                raise ConfigError(
-                    f"this model's transformers cache has keys {tuple(layer.keys.shape)}, not the "
-                    f"latent [1, 1, S, {self._rank}] of the pool: it needs pools k and v"
-                )
-            _write(
-                latents,
-                slots,
-                torch.cat((layer.keys[0, 0, start:], layer.values[0, 0, start:]), dim=-1),
+    def write(self, layer: Any, place: _Place) -> None:
+        if layer.keys.shape[1] != 1 or layer.keys.shape[-1] != self._rank:
+            raise ConfigError(
+                f"this model's transformers cache has keys {tuple(layer.keys.shape)}, not the "
+                f"latent [1, 1, S, {self._rank}] of the pool: it needs pools k and v"
             )
+        slots = place.own(self._component)
+        keys, values = layer.keys[0, 0, -len(slots) :], layer.values[0, 0, -len(slots) :]
+        _write(self._latents, slots, torch.cat((keys, values), dim=-1))
 
 
-def _state_layout(model: PreTrainedModel, pools: DevicePools, component: str) -> _StateLayout:
-    """Picks the layout by the pools there are, and checks that they fit the model."""
-    config: Any = model.config.get_text_config(decoder=True)
-    specs = {spec.name: spec for spec in pools.specs if spec.component == component}
-    num_layers = len(DynamicCache(config=config).layers)
+class _States:
+    """Pools `conv` and `temporal`, those that the model has: a row is one state, `[1, ...]` in
+    transformers."""
 
-    def layers(name: str, row_shape: tuple[int, ...]) -> list[torch.Tensor]:
-        _check_spec(specs[name], row_shape, num_layers)
-        tensors = [pools.layer(name, layer) for layer in range(num_layers)]
-        for tensor in tensors:
-            if tensor.dtype != model.dtype or tensor.device != model.device:
+    def __init__(self, component: str, pools: Mapping[str, torch.Tensor]) -> None:
+        self._component, self._pools = component, pools
+
+    def read(self, layer: Any, place: _Place) -> None:
+        if place.chunk.start:
+            for name, pool in self._pools.items():
+                update = getattr(layer, f"update_{STATES[name]}_state")
+                update(pool.index_select(0, place.state(self._component)))
+
+    def write(self, layer: Any, place: _Place) -> None:
+        for name, their_name in STATES.items():
+            state = getattr(layer, f"{their_name}_states")[0]
+            if (state is not None) != (name in self._pools):
                 raise ConfigError(
-                    f"pool {name!r} is {tensor.dtype} on {tensor.device}, the model {model.dtype} "
-                    f"on {model.device}: set model.dtype and device.type to the model's"
+                    f"the model's linear layers keep {'no' if state is None else 'a'} {their_name} "
+                    f"state; there are pools {', '.join(self._pools)}"
                 )
-        return tensors
-
-    rank = getattr(config, "kv_lora_rank", None)
-    if rank and "latent" in specs:
-        return _Latent(layers("latent", (rank + config.qk_rope_head_dim,)), rank)
-    if not rank and {"k", "v"} <= specs.keys():
-        num_heads = config.num_key_value_heads or config.num_attention_heads
-        row_shape = (
-            num_heads,
-            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        )
-        return _KeyValues(layers("k", row_shape), layers("v", row_shape))
-    raise ConfigError(
-        f"the model needs {'a pool latent' if rank else 'pools k and v'} in component "
-        f"{component!r}; there are {', '.join(sorted(specs)) or 'none'}"
-    )
+            if state is not None:
+                _write(self._pools[name], place.state(self._component), state)
 
 
-def _check_spec(spec: PoolSpec, row_shape: tuple[int, ...], num_layers: int) -> None:
-    if tuple(spec.row_shape) != row_shape or tuple(spec.layers) != tuple(range(num_layers)):
+STATES: Final = {"conv": "conv", "temporal": "recurrent"}
+"""What linear layers keep: by pool, how transformers calls it."""
+
+LAYER_PARTS: Final[Mapping[type, tuple[str, ...]]] = {
+    DynamicLayer: ("attention",),
+    DynamicSlidingWindowLayer: ("attention",),
+    LinearAttentionLayer: ("states",),
+    LinearAttentionAndFullAttentionLayer: ("attention", "states"),
+    DummyLayer: (),
+}
+"""What a layer of a transformers cache keeps. Chunked attention is a sliding window to the cache,
+and short convolutions are linear layers."""
+
+
+def _layer_parts(model: PreTrainedModel, pools: DevicePools) -> list[list[_LayerPart]]:
+    """Of each layer, what it keeps, with the pools that are to hold it.
+
+    Raises:
+        ConfigError: there is no such pool, or it is not what the model needs.
+    """
+    finder = _PoolFinder(model, pools)
+    layers = DynamicCache(config=model.config).layers
+    found = [
+        [finder.part(kind, at) for kind in LAYER_PARTS[type(layer)]]
+        for at, layer in enumerate(layers)
+    ]
+    finder.check_nothing_else()
+    return found
+
+
+_Row = tuple[tuple[int, ...], str]
+"""Shape and type."""
+
+
+class _PoolFinder:
+    """Pools by what they hold of a layer: `k` is the pool of that name, or of a component's, like
+    `swa.k`, that has the layer."""
+
+    def __init__(self, model: PreTrainedModel, pools: DevicePools) -> None:
+        self._model = model
+        self._pools = pools
+        self._used: dict[str, set[int]] = {}
+
+    def part(self, kind: str, at: int) -> _LayerPart:
+        if kind == "states":
+            return _States(*self._find(self._state_rows, at))
+        known = self._attention
+        component, tensors = self._find(_attention_rows(known, at), at)
+        if known.kv_lora_rank is not None:
+            return _Latent(component, tensors["latent"], known.kv_lora_rank)
+        return _KeyValues(component, tensors["k"], tensors["v"])
+
+    @functools.cached_property
+    def _attention(self) -> ModelConfig:
+        return model_from_hf(self._model.config, dtype=self._model.dtype)
+
+    @functools.cached_property
+    def _state_rows(self) -> dict[str, _Row]:
+        """Not out of `model_from_hf`: there are models, and strategies, without any attention."""
+        config: Any = self._model.config
+        text = config.get_text_config(decoder=True)
+        states = layer_states(text, str(self._model.dtype).removeprefix("torch."))
+        if states is None:
+            raise ConfigError(
+                f"the states of the linear layers of {type(text).__name__} are unknown"
+            )
+        return {state["name"]: (state["row_shape"], state["dtype"]) for state in states}
+
+    def _find(self, rows: Mapping[str, _Row], at: int) -> tuple[str, dict[str, torch.Tensor]]:
+        """The component and the tensors of the pools that hold these rows of a layer."""
+        specs = {name: self._spec(name, at) for name in rows}
+        components = {spec.component for spec in specs.values()}
+        if len(components) > 1:
+            raise ConfigError(f"layer {at} is in pools of several components: {sorted(components)}")
+        return components.pop(), {
+            name: self._tensor(spec, rows[name], at) for name, spec in specs.items()
+        }
+
+    def _spec(self, name: str, at: int) -> PoolSpec:
+        for spec in self._pools.specs:
+            if at in spec.layers and spec.name in (name, f"{spec.component}.{name}"):
+                return spec
+        there = ", ".join(spec.name for spec in self._pools.specs if at in spec.layers)
         raise ConfigError(
-            f"pool {spec.name!r} has rows {tuple(spec.row_shape)} on {len(spec.layers)} layers; "
-            f"the model has rows {row_shape} on {num_layers} layers"
+            f"the model needs a pool {name} for its layer {at}; there {'are' if there else 'is'} "
+            f"{there or 'none'}"
         )
 
+    def _tensor(self, spec: PoolSpec, row: _Row, at: int) -> torch.Tensor:
+        self._used.setdefault(spec.name, set()).add(at)
+        shape, dtype = row
+        if tuple(spec.row_shape) != shape:
+            raise ConfigError(
+                f"pool {spec.name!r} has rows {tuple(spec.row_shape)}; the model has rows {shape}"
+            )
+        tensor, device = self._pools.layer(spec.name, at), self._model.device
+        if spec.dtype != dtype or tensor.device != device:
+            raise ConfigError(
+                f"pool {spec.name!r} is {spec.dtype} on {tensor.device}, the model {dtype} "
+                f"on {device}: set model.dtype and device.type to the model's"
+            )
+        return tensor
 
-def _layers(cache: DynamicCache) -> list[Any]:
-    """Its layers. All are plain dynamic ones (`check_layers`); their type does not say so."""
-    return cache.layers
+    def check_nothing_else(self) -> None:
+        """A pool that holds other layers, too, is another model's."""
+        for spec in self._pools.specs:
+            used = self._used.get(spec.name)
+            if used is not None and used != set(spec.layers):
+                raise ConfigError(
+                    f"pool {spec.name!r} is for {len(spec.layers)} layers, the model has "
+                    f"{len(used)} of this kind"
+                )
+
+
+def _attention_rows(known: ModelConfig, at: int) -> dict[str, _Row]:
+    if known.kv_lora_rank is not None:
+        return {"latent": ((known.kv_lora_rank + (known.qk_rope_head_dim or 0),), known.dtype)}
+    heads, size = known.num_kv_heads, known.head_dim
+    if at in known.layers_with("window"):
+        heads, size = known.sliding_num_kv_heads or heads, known.sliding_head_dim or size
+    assert heads is not None  # the schema requires both
+    assert size is not None
+    values = known.v_head_dim or size
+    return {"k": ((heads, size), known.dtype), "v": ((heads, values), known.dtype)}
 
 
 def _heads_first(rows: torch.Tensor) -> torch.Tensor:
@@ -459,10 +620,10 @@ def _heads_first(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _write(pool: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
-    """Refuses rows of another shape, which indexing would broadcast."""
-    if rows.shape != (len(slots), *pool.shape[1:]):
+    """Refuses rows of another shape or type, which indexing would broadcast or convert."""
+    if rows.shape != (len(slots), *pool.shape[1:]) or rows.dtype != pool.dtype:
         raise ConfigError(
-            f"the model made state of shape {tuple(rows.shape)}, "
-            f"the pool takes {(len(slots), *pool.shape[1:])}"
+            f"the model made state of shape {tuple(rows.shape)} and type {rows.dtype}, the pool "
+            f"takes {(len(slots), *pool.shape[1:])} and {pool.dtype}"
         )
     pool.index_copy_(0, slots, rows)

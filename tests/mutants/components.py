@@ -41,8 +41,8 @@ MUTANTS: Final = [
         rule="§3.6",
         harm="one hot long prompt pushes out all other windows",
         file=SWA,
-        old="reach = self.window + self.page_size",
-        new="reach = path[-1].end",
+        old="index, top = self.index, path[-1].end - self.window - self.page_size",
+        new="index, top = self.index, 0",
         test=SWA_TESTS + "test_a_match_dates_a_window_and_a_page",
     ),
     Mutant(
@@ -125,8 +125,8 @@ MUTANTS: Final = [
         rule="§11.5",
         harm="prompts that share a prefix wait for room that they do not need",
         file=SWA,
-        old="if not data.lock_ref and data.value is not None:",
-        new="if data.value is not None:",
+        old="            if not node.data[self.index].lock_ref\n",
+        new="",
         test=SWA_TESTS + "test_a_lock_keeps_one_window",
     ),
     Mutant(

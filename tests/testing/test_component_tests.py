@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
@@ -102,8 +102,8 @@ class SharesMemory(Window):
 
 
 class HoldsTooLittle(Window):
-    def _in_window(self, path: Sequence[Node], depth: int, window: int) -> Iterator[Node]:
-        yield from path[:1]
+    def acquire_component_lock(self, path: Sequence[Node], tier: Tier, start: int) -> int:
+        return super().acquire_component_lock(path[:1], tier, start)
 
 
 class HoldsNoSpan(State):

@@ -13,7 +13,7 @@ import pytest
 
 from tests.hybrid_helpers import GRID, RATIO, STACKS, P, hybrid_rig
 from tests.lease_helpers import Rig, cancelled, chunk_of, seq, start, turns
-from tiered_cache import AdmissionTimeout
+from tiered_cache import AdmissionTimeout, InsertParams, RadixKey
 from tiered_cache.testing.gates import Gate
 from tiered_cache.testing.oracle import OracleModel
 from tiered_cache.tree.components import swa
@@ -149,6 +149,21 @@ async def test_states_are_waited_for(stack: str) -> None:
             await r.compute(second)
             r.check()
         assert await r.serve([*seq("B", 20), 1]) in (0, 16)
+
+
+async def test_an_engine_s_own_requests_are_refused(stack: str) -> None:
+    """What it would allocate has no slots, and what it publishes of a window is not all held."""
+    async with hybrid_rig(stack, 32) as r:
+        key = RadixKey(seq("A", 16))
+        for call in (
+            lambda: r.cache.allocate(1),
+            lambda: r.cache.begin_req(seq("A", 16)),
+            lambda: r.cache.insert(InsertParams(key, ())),
+        ):
+            with pytest.raises(ValueError, match="full attention; this model has"):
+                call()
+        with pytest.raises(ValueError, match="full attention"):
+            await r.cache.load_back(key)
 
 
 async def test_what_was_not_run_has_no_state(stack: str) -> None:

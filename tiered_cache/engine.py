@@ -111,9 +111,10 @@ class Engine:
         """Pages of every component, for what is to be computed; making room by victims.
 
         Raises:
-            CapacityError: more than is neither held nor promised; nothing is taken.
+            CapacityError: more than is neither held nor promised; nothing is taken. ValueError: a
+                model with windows or states.
         """
-        self._controller.check()
+        self._check()
         num_pages = whole_number("num_pages", num_pages)
         if num_pages < 0:
             raise ValueError(f"cannot allocate {num_pages} pages")
@@ -138,15 +139,24 @@ class Engine:
         still are, to be given back with `free` after the last run that uses them.
 
         Raises:
-            ValueError: pages that the engine was not lent, besides as `RadixTree.insert`.
+            ValueError: pages that the engine was not lent, besides as `RadixTree.insert`; a model
+                with windows or states.
         """
-        self._controller.check()
+        self._check()
         lent = self._controller.lent
         lent.check(params)
         result = self._tree.insert(params)
         lent.adopted(self._tree.pages(result.boundary), params)
         self._controller.used(result.boundary)
         return result
+
+    def _check(self) -> None:
+        self._controller.check()
+        if self._controller.sparse:
+            names = ", ".join(str(part.id) for part in self._controller.sparse)
+            raise ValueError(
+                f"requests of an engine's own are for full attention; this model has {names}: lease"
+            )
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -155,8 +165,10 @@ class Engine:
         token.
 
         Raises:
-            CapacityError: holding it would take what is promised to leases.
+            CapacityError: holding it would take what is promised to leases. ValueError: a model
+                with windows or states.
         """
+        self._check()
         request = CacheRequest(
             key, PageTable(len(self._tree.components), self._page_size), priority=priority
         )
@@ -253,8 +265,12 @@ class Engine:
 
     async def load_back(self, key: RadixKey, limit: int | None = None) -> int:
         """Bring what the host has of `key[:limit]` to the device, as far as there is room; returns
-        how many of its tokens are on the device then. Holds nothing: match and lock."""
-        self._controller.check()
+        how many of its tokens are on the device then. Holds nothing: match and lock.
+
+        Raises:
+            ValueError: a model with windows or states.
+        """
+        self._check()
         params = MatchPrefixParams(key, limit)
         if self._controller.transfers is not None:
             await _Loader(self._controller).load(params)

@@ -157,6 +157,16 @@ def test_each_try_that_fails_doubles_the_time_until_the_next() -> None:
     assert breaker.retry_at - patient.now == 1
 
 
+def test_what_is_open_is_not_opened_for_longer() -> None:
+    """A crowd waits behind calls that hang, and each of them finds out for itself."""
+    breaker = Patient().opened()
+    retry_at = breaker.retry_at
+    for count in range(5, 30):
+        breaker.open(f"{count} calls hang")
+    assert breaker.retry_at == retry_at
+    assert breaker.reason == "29 calls hang"
+
+
 def test_a_try_that_is_given_up_says_nothing() -> None:
     """The next one decides, at once."""
     patient = Patient()

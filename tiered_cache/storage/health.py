@@ -118,8 +118,11 @@ class Breaker:
             self._become(HealthState.OPEN)
 
     def open(self, reason: str) -> None:
-        """Ask no more for a while."""
+        """Ask no more for a while. What is open already is tried again when it would have been,
+        however many have found out meanwhile."""
         self.reason = reason
+        if self._state is HealthState.OPEN:
+            return
         self.retry_at = self._clock() + self._retry_s
         self._retry_s = min(2 * self._retry_s, self._settings.max_retry_after)
         self._become(HealthState.OPEN)

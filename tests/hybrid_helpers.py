@@ -8,6 +8,7 @@ from typing import Any, Final
 from unittest import mock
 
 from tests.lease_helpers import P, Rig, rig
+from tests.storage_helpers import Store, three_tiers
 from tiered_cache import build
 from tiered_cache.pools.spec import PoolSpec
 from tiered_cache.strategies.base import ComponentSpec, StackPlan
@@ -63,10 +64,11 @@ class Hybrid:
 
 
 @contextlib.contextmanager
-def known(stack: str) -> Iterator[None]:
+def known(stack: str, window: int = WINDOW) -> Iterator[None]:
+    kinds = {**KINDS, "swa": lambda spec: SWAComponent(spec.id, window)}
     unregister = register_stack_strategy(Hybrid(stack))
     try:
-        with mock.patch.object(build, "COMPONENT_KINDS", KINDS):
+        with mock.patch.object(build, "COMPONENT_KINDS", kinds):
             yield
     finally:
         unregister()
@@ -81,4 +83,25 @@ async def hybrid_rig(stack: str, pages: int = 16, **sections: Any) -> AsyncItera
             yield made
 
 
-__all__ = ["GRID", "STACKS", "WINDOW", "P", "hybrid_rig", "known"]
+@contextlib.asynccontextmanager
+async def hybrid_tiers(
+    stack: str,
+    pages: int = 64,
+    rows: int = 64,
+    *,
+    window: int = WINDOW,
+    host: Any = None,
+    **sections: Any,
+) -> AsyncIterator[tuple[Rig, Store]]:
+    """Three tiers, with as many windows and states as pages."""
+    size = sections.get("page_size", P)
+    with known(stack, window):
+        sections.setdefault("device", {"tokens": pages * size, "ratio": RATIO[stack]})
+        model = {"id": "test/hybrid", "revision": "1", "dtype": "float32", "num_layers": 3}
+        model |= {"num_kv_heads": 1, "head_dim": 2, "strategy": f"test_{stack}"}
+        host = {"tokens": rows * size, "ratio": RATIO[stack], **(host or {})}
+        async with three_tiers(pages, rows, model=model, host=host, **sections) as made:
+            yield made
+
+
+__all__ = ["GRID", "STACKS", "WINDOW", "P", "hybrid_rig", "hybrid_tiers", "known"]

@@ -8,10 +8,11 @@ with the seeds' names where the concept remains.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
 
 import numpy as np
 from numpy import frombuffer
+from numpy.typing import NDArray
 
 from tiered_cache.observe import Event, EventKind
 from tiered_cache.tree.plans import Piece
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from tiered_cache.types import InsertParams, InsertResult
 
 INT32: Final = np.dtype(np.int32)
+
+Flags: TypeAlias = NDArray[np.bool_]
+"""A yes or no for each page of a prefix."""
 
 NO_PAGES: Final[PageIds] = np.frombuffer(b"", INT32)
 
@@ -152,6 +156,12 @@ class TreeComponent(ABC):
         `depth` is where `path[:count]` ends; it is inside the last node's edge when that matched
         partly.
         """
+
+    def restorable(self, there: Flags) -> Flags:
+        """Per page, whether a prefix may end behind it, where `there` says which pages this
+        component has, or can have (a state: at the page that it ends). The rule of
+        `deepest_boundary`, of pages that no node stands for yet."""
+        return np.logical_and.accumulate(there)
 
     @abstractmethod
     def collect(self, path: Sequence[Node], start: int, stop: int) -> PageIds:

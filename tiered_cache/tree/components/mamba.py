@@ -17,6 +17,7 @@ from tiered_cache.types import NO_PAGE, Tier
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from tiered_cache.tree.components.base import Flags
     from tiered_cache.tree.node import Node
     from tiered_cache.types import InsertParams, InsertResult, PageIds
 
@@ -52,6 +53,9 @@ class MambaComponent(SparseComponent):
                 break
             count, depth = count - 1, node.start
         return count
+
+    def restorable(self, there: Flags) -> Flags:
+        return there
 
     def collect(self, path: Sequence[Node], start: int, stop: int) -> PageIds:
         pages = per_page(path, start, stop, self.page_size)

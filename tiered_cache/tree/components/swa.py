@@ -17,6 +17,7 @@ from tiered_cache.types import NO_PAGE, Tier
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from tiered_cache.tree.components.base import Flags
     from tiered_cache.tree.node import Node
     from tiered_cache.types import InsertParams, InsertResult, PageIds
 
@@ -69,6 +70,13 @@ class SWAComponent(SparseComponent):
             elif end - node.start >= self.window:
                 return count
         return count  # up to the root without a tombstone: a short path is a whole window
+
+    def restorable(self, there: Flags) -> Flags:
+        size = self.page_size
+        gone = np.concatenate(([0], np.cumsum(~there)))  # before each page end
+        ends = np.arange(size, (len(there) + 1) * size, size)
+        tops = np.maximum(0, ends - self.window) // size  # as `needed_from`
+        return np.equal(gone[1:], gone[tops])
 
     def collect(self, path: Sequence[Node], start: int, stop: int) -> PageIds:
         size = self.page_size

@@ -23,7 +23,7 @@ GRID: Final = 8
 
 KINDS: Final[dict[str, Any]] = {
     "full": lambda spec: FullComponent(spec.id),
-    "swa": lambda spec: SWAComponent(spec.id, WINDOW),
+    "swa": lambda spec: SWAComponent(spec.id, spec.window),
     "mamba": lambda spec: MambaComponent(spec.id, GRID),
 }
 
@@ -44,9 +44,10 @@ RATIO: Final = {
 class Hybrid:
     """A layer of full attention, one with a window, one with a state, as far as there are any."""
 
-    def __init__(self, stack: str) -> None:
+    def __init__(self, stack: str, window: int = WINDOW) -> None:
         self.name = f"test_{stack}"
         self._kinds = STACKS[stack]
+        self._window = window
 
     def matches(self, model: Any) -> bool:
         return False
@@ -59,16 +60,18 @@ class Hybrid:
                 PoolSpec(f"{kind}_a", ComponentId(kind), (layer,), (2, 3), "float32", rows)
             )
             pools.append(PoolSpec(f"{kind}_b", ComponentId(kind), (layer,), (4,), "float32", rows))
-        components = tuple(ComponentSpec(ComponentId(kind), kind) for kind in self._kinds)
+        components = tuple(
+            ComponentSpec(ComponentId(kind), kind, self._window if kind == "swa" else None)
+            for kind in self._kinds
+        )
         return StackPlan(components, tuple(pools))
 
 
 @contextlib.contextmanager
 def known(stack: str, window: int = WINDOW) -> Iterator[None]:
-    kinds = {**KINDS, "swa": lambda spec: SWAComponent(spec.id, window)}
-    unregister = register_stack_strategy(Hybrid(stack))
+    unregister = register_stack_strategy(Hybrid(stack, window))
     try:
-        with mock.patch.object(build, "COMPONENT_KINDS", kinds):
+        with mock.patch.object(build, "COMPONENT_KINDS", KINDS):
             yield
     finally:
         unregister()

@@ -97,12 +97,11 @@ class PrefetchesOfParts(Prefetches):
     ) -> None:
         """Ask for what a boundary beyond `hit` could need of a component, and no tier has."""
         size, index, stored = self._page_size, component.index, prefetch.parts.stored
-        first, step = component.needed_from(hit + size) // size, 1
-        if not component.is_per_page:  # states stand on a grid
-            step = component.grid // size
-            first = hit // size // step * step + step - 1
+        first = hit // size
+        if component.is_per_page:
+            first = component.needed_from(hit + size) // size
         there = self._tree.presence(prefetch.key, len(keys) * size)[index]
-        wanted = [page for page in range(first, len(keys), step) if not there[page]]
+        wanted = [page for page in range(first, len(keys)) if not there[page]]
         for at in range(0, len(wanted), PROBE_PAGES):
             asked = wanted[at : at + PROBE_PAGES]
             answers = await self._io.contains(index, [keys[page] for page in asked])

@@ -258,8 +258,8 @@ class StorageIO:
     # --- what is known to be wrong ----------------------------------------------------------------
 
     def suspect(self, component: int, page_keys: Sequence[bytes]) -> None:
-        """What storage has of a component's pages is not what it should be: it counts as missing until it was
-        written again (semantics §10.3)."""
+        """What storage has of these pages of a component is not what it should be: it counts as
+        missing until it was written again (semantics §10.3)."""
         for key in page_keys:
             self._suspects[component, key] = None
         while len(self._suspects) > MAX_SUSPECTS:

@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any, Final
 
 import pytest
 
-from tests.hybrid_helpers import GRID, STACKS, P, hybrid_tiers
-from tests.lease_helpers import Rig, seq
+from tests.hybrid_helpers import GRID, STACKS, WINDOW, P, hybrid_tiers
+from tests.lease_helpers import Rig, seq, start, turns
 from tests.storage_helpers import Store, keep, prefetched, wipe
+from tests.tier_helpers import until
+from tiered_cache import backup_parts, prefetch
+from tiered_cache.storage.backend import ReadResult, WriteResult
+from tiered_cache.testing.faulty_backend import CallGate, flipped
 
 A: Final = seq("A", 48)
 
@@ -34,7 +39,53 @@ def lose(r: Rig, store: Store, component: str, tokens: Any, *pages: int) -> None
     """Storage has these pages of a component no more."""
     wanted = objects(r, store, component, tokens)
     for page in pages:
-        del store.rows[wanted[page]]
+        store.rows.pop(wanted[page], None)
+
+
+def parts_of(stack: str) -> tuple[str, ...]:
+    """The components but the base."""
+    return STACKS[stack][1:]
+
+
+def usable(
+    r: Rig, store: Store, stack: str, tokens: Any, *, limit: int | None = None, window: int = WINDOW
+) -> int:
+    """The longest prefix that storage alone can give back, by the rules for tokens."""
+    size = store.page_size
+    limit = len(tokens) if limit is None else limit
+    there = {name: kept(r, store, name, tokens) for name in STACKS[stack]}
+    for depth in range(limit - limit % size, 0, -size):
+        seen = range(max(0, depth - window), depth)
+        if (
+            "-" not in there["full"][: depth // size]
+            and all(there["swa"][token // size] == "S" for token in seen if "swa" in there)
+            and ("mamba" not in there or there["mamba"][depth // size - 1] == "S")
+        ):
+            return depth
+    return 0
+
+
+def wipe_parts(r: Rig) -> None:
+    """The host keeps the base and nothing else, the device nothing."""
+    controller = r.cache._controller
+    assert controller.host_pages is not None
+    everything = [1 << 20] * len(controller.tree.components)
+    controller.accounts.evict(everything)
+    controller.host_pages.evict([0, *everything[1:]])
+
+
+def at_rest(r: Rig) -> None:
+    """Nothing of the host is held, and all is accounted for."""
+    for pool in r.stats.host.values():
+        assert pool.in_flight == pool.quarantined == pool.protected == 0, pool
+    assert r.stats.storage is not None
+    assert r.stats.storage.pages_prefetched == 0
+    assert r.cache.outstanding() == []
+    assert r.counters.background_failures == 0
+    r.check()
+
+
+# --- there and back -------------------------------------------------------------------------------
 
 
 @each_stack
@@ -50,4 +101,393 @@ async def test_what_storage_has_is_served(stack: str) -> None:
         assert reused >= 48 - GRID
         assert r.counters.tokens_hit_storage == reused
         await r.cache.drain()
+        at_rest(r)
+
+
+@each_stack
+async def test_a_second_cache_finds_them(stack: str) -> None:
+    """Their names are the same in another cache of the same model (B84)."""
+    async with hybrid_tiers(stack) as (r, store):
+        await keep(r, A)
+    async with hybrid_tiers(stack, store=store) as (r, store):
+        assert await r.serve([*A, 1]) >= 48 - GRID
+        at_rest(r)
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
+@each_stack
+async def test_every_write_policy(stack: str, policy: str) -> None:
+    """What comes to the host goes on to storage, by whatever way it came."""
+    async with hybrid_tiers(stack, host={"write_policy": policy}, pages=24) as (r, store):
+        for name in "ABC":
+            for _ in range(2):
+                await r.serve(seq(name, 48))
+                await r.cache.drain()
+        for name in "DEF":  # the device gives up what it has
+            await r.serve(seq(name, 48))
+            await r.cache.drain()
+        wipe(r)
+        r.spoil_free_pages()
+        found = 0
+        for name in "ABC":
+            expected = usable(r, store, stack, seq(name, 48), limit=47)
+            assert await r.serve(seq(name, 48)) == expected
+            found += expected
+        assert found >= 3 * (47 - GRID - P)
+        await r.cache.drain()
+        at_rest(r)
+
+
+@each_stack
+async def test_nothing_is_written_twice(stack: str) -> None:
+    """What is believed to be stored is neither asked for nor written again."""
+    async with hybrid_tiers(stack) as (r, store):
+        await r.serve(A)
+        await r.cache.drain()
+        num_calls = store.num_calls.copy()
+        await r.serve([*A[:40], 1])  # inside of what there is, as far as the host is concerned
+        await r.cache.drain()
+        written = r.counters.pages_backed_up
+        await r.serve([*A[:40], 1])
+        await r.cache.drain()
+        assert r.counters.pages_backed_up == written
+        assert written == len(store.rows)
+        assert num_calls["write"] >= len(parts_of(stack)) + 1
+
+
+# --- what is missing, or wrong --------------------------------------------------------------------
+
+
+@each_stack
+@pytest.mark.parametrize("seed", range(12))
+async def test_any_loss_against_the_rule_by_tokens(stack: str, seed: int) -> None:
+    """Whatever objects storage has lost: the longest prefix that all components can give back
+    comes, with its bytes, and no longer one; what is read in vain leaves nothing."""
+    rng = random.Random(seed)
+    async with hybrid_tiers(stack) as (r, store):
+        for stop in (48, 40, 28, 21):  # windows and states at several depths
+            await r.serve(A[:stop])
+            await r.cache.drain()
+        wipe(r)
+        for name in STACKS[stack]:
+            pages = range(6, 12) if name == "full" else range(12)
+            lose(r, store, name, A, *rng.sample(pages, rng.randrange(3)))
+        r.spoil_free_pages()
+        expected = usable(r, store, stack, A)
+        assert await prefetched(r, A) == expected
         r.check()
+        shorter = usable(r, store, stack, A, limit=47)
+        assert await r.serve(A) == shorter
+        await r.cache.drain()
+        at_rest(r)
+        wipe(r)
+        assert await r.serve([*A, 1]) >= 48 - GRID, "what was lost is written again"
+
+
+@each_stack
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("how", ["missing", "corrupt", "failed"])
+async def test_any_read_that_fails_against_the_rule_by_tokens(
+    stack: str, seed: int, how: str
+) -> None:
+    """The same when storage says to have it, and the read shows that it has not: the next shorter
+    boundary is gone for."""
+    rng = random.Random(f"{seed} {how}")
+    async with hybrid_tiers(stack) as (r, store):
+        for stop in (48, 40, 28, 21):
+            await r.serve(A[:stop])
+            await r.cache.drain()
+        wipe(r)
+        spoilt = {}
+        for name in parts_of(stack):
+            for key in rng.sample(objects(r, store, name, A)[6:], 2):
+                if key in store.rows:
+                    spoilt[key] = store.rows[key]
+        results = {"missing": ReadResult.MISSING, "failed": ReadResult.FAILED}
+        if how == "corrupt":
+            fault = store.fault("read", keys=list(spoilt), change=flipped(520))
+        else:
+            fault = store.fault("read", keys=list(spoilt), result=results[how])
+        rows = dict(store.rows)
+        for key in spoilt:
+            del store.rows[key]
+        expected = usable(r, store, stack, A)
+        store.rows.update(rows)
+        r.spoil_free_pages()
+        if spoilt:
+            assert await prefetched(r, A) == expected
+        r.check()
+        store.faults.remove(fault)
+        for _ in range(2):
+            await r.serve([*A, 1])
+            await r.cache.drain()
+        wipe(r)
+        r.spoil_free_pages()
+        assert await r.serve([*A, 1]) >= 48 - GRID, "rewritten, or never wrong"
+        at_rest(r)
+
+
+@each_stack
+async def test_a_corrupt_part_is_replaced_and_its_base_is_not(stack: str) -> None:
+    """B51, B64: what is wrong of one component says nothing of another under the same page key."""
+    async with hybrid_tiers(stack) as (r, store):
+        await keep(r, A)
+        last = parts_of(stack)[-1]
+        there = kept(r, store, last, A)
+        keys = objects(r, store, last, A)
+        wrong = keys[there.rindex("S")]
+        base = store.rows[objects(r, store, "full", A)[there.rindex("S")]]
+        good, store.rows[wrong] = store.rows[wrong], flipped(520)(store.rows[wrong])
+        assert await prefetched(r, A) < 48
+        for _ in range(2):
+            await r.serve([*A, 1])
+            await r.cache.drain()
+        assert store.rows[wrong] == good
+        assert store.rows[objects(r, store, "full", A)[there.rindex("S")]] is base
+
+
+@each_stack
+async def test_a_tombstone_is_restored_alone(stack: str) -> None:
+    """§10.5: inside of what the host has, only the window and the state are read."""
+    async with hybrid_tiers(stack) as (r, store):
+        await r.serve(A)
+        await r.cache.drain()
+        wipe_parts(r)
+        assert r.host.evictable == 12
+        assert r.stats.storage is not None
+        before = r.stats.storage.counters.objects_read
+        r.spoil_free_pages()
+        found = await prefetched(r, A)
+        assert found == usable(r, store, stack, A)
+        num_read = r.stats.storage.counters.objects_read - before
+        window = 6 if "swa" in STACKS[stack] else 0  # of both boundaries of this prompt
+        assert 1 <= num_read <= window + 2
+        assert await r.serve([*A, 1]) == found
+        await r.cache.drain()
+        at_rest(r)
+
+
+@each_stack
+async def test_beliefs_are_put_right_by_component(stack: str) -> None:
+    """§8.4: a question, or a read, that shows a part to be missing says nothing of the base; the
+    part is written again when it is next used."""
+    async with hybrid_tiers(stack) as (r, store):
+        await r.serve(A)
+        await r.cache.drain()
+        wipe_parts(r)
+        for name in parts_of(stack):
+            lose(r, store, name, A, *range(12))
+        assert await prefetched(r, A) == 0
+        stored = [[data.stored for data in node.data] for node in r.cache.tree.nodes()]
+        assert all(base for base, *_ in stored)
+        assert not any(part for _, *parts in stored for part in parts[-1:])
+        await r.serve([*A, 1])
+        await r.cache.drain()
+        wipe(r)
+        assert await r.serve([*A, 1]) >= 48 - GRID
+
+
+# --- room -----------------------------------------------------------------------------------------
+
+
+@each_stack
+async def test_a_prefix_that_has_no_room_is_shortened_to_a_boundary(stack: str) -> None:
+    """§10.7: half of the host is less than it; what comes ends where all components agree, and
+    nothing beyond it was read."""
+    long = seq("A", 96)
+    async with hybrid_tiers(stack, rows=24, pages=64) as (r, store):
+        for stop in range(16, 97, 8):
+            await r.serve(long[:stop])
+            await r.cache.drain()
+        wipe(r)
+        expected = usable(r, store, stack, long, limit=48)
+        assert expected >= 40
+        before = r.stats.storage.counters.objects_read  # type: ignore[union-attr]
+        with r.cache.prefetch(long) as handle:
+            assert await handle.wait("wait_complete") == expected
+            assert "refused" in handle.why
+        num_read = r.stats.storage.counters.objects_read - before  # type: ignore[union-attr]
+        assert num_read <= expected // P + 8
+        await r.cache.drain()
+        at_rest(r)
+
+
+@pytest.mark.parametrize("held", ["base", "parts"])
+@each_stack
+async def test_a_host_that_is_held_refuses(stack: str, held: str) -> None:
+    """Nothing leaks, and later it comes."""
+    async with hybrid_tiers(stack) as (r, _):
+        await keep(r, A)
+        pages = r.cache._controller.host_pages
+        assert pages is not None
+        index = 0 if held == "base" else len(STACKS[stack]) - 1
+        ids = pages.take_up_to(index, 1 << 10)
+        with r.cache.prefetch(A) as handle:
+            assert await handle.wait("wait_complete") == 0
+            assert "no room" in handle.why
+        pages.allocators[index].free(ids)
+        assert await prefetched(r, A) >= 40
+        await r.cache.drain()
+        at_rest(r)
+
+
+@each_stack
+async def test_a_result_is_held_with_its_parts(stack: str) -> None:
+    """Until it is taken, the host may be as full as it likes."""
+    async with hybrid_tiers(stack, rows=32) as (r, _):
+        await keep(r, A)
+        with r.cache.prefetch(A) as handle:
+            found = await handle.wait("wait_complete")
+            assert found >= 48 - GRID
+            for name in "BCDEFG":
+                await r.serve(seq(name, 48))
+                await r.cache.drain()
+            reused = await r.serve([*A, 1])
+            assert reused >= found
+        r.check()
+
+
+# --- one at a time, and each part once ------------------------------------------------------------
+
+
+@each_stack
+async def test_equal_parts_are_read_once(stack: str) -> None:
+    """§10.8: for each component."""
+    async with hybrid_tiers(stack) as (r, store):
+        await keep(r, A)
+        gate = CallGate()
+        last = parts_of(stack)[-1]
+        store.fault("read", keys=objects(r, store, last, A), gate=gate, times=1)
+        before = r.stats.storage.counters.objects_read  # type: ignore[union-attr]
+        with r.cache.prefetch(A) as one, r.cache.prefetch(A) as other:
+            await gate.reached()
+            await turns(20)
+            gate.open()
+            assert await one.wait("wait_complete") == await other.wait("wait_complete") >= 40
+        num_read = r.stats.storage.counters.objects_read - before  # type: ignore[union-attr]
+        assert num_read <= len(store.rows)
+        assert r.counters.prefetches_joined >= 1
+
+
+@each_stack
+async def test_small_calls(stack: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window that takes several reads and writes is whole in the end."""
+    monkeypatch.setattr(prefetch, "READ_BYTES", 1)
+    monkeypatch.setattr(backup_parts, "WRITE_BYTES", 1)
+    monkeypatch.setattr("tiered_cache.backup.WRITE_BYTES", 1)
+    async with hybrid_tiers(stack) as (r, store):
+        await keep(r, A)
+        assert kept(r, store, "full", A) == "S" * 12
+        assert await r.serve([*A, 1]) == usable(r, store, stack, A) >= 40
+        await r.cache.drain()
+        at_rest(r)
+
+
+@each_stack
+async def test_a_split_while_a_part_is_written(stack: str) -> None:
+    """B36, B37: what a write names are rows and keys; both halves are known to be stored."""
+    last = parts_of(stack)[-1]
+    async with hybrid_tiers(stack) as (r, store):
+        gate = CallGate()
+        keys = objects(r, store, last, A)
+        store.fault("write", keys=keys, gate=gate, at="inside", times=1)
+        await r.serve(A)
+        await gate.reached()
+        await r.serve([*A[:40], *seq("B", 8)])  # splits
+        await r.serve([*A[:44], *seq("C", 8)])
+        gate.open()
+        await r.cache.drain()
+        wipe(r)
+        r.spoil_free_pages()
+        for tokens in (A, [*A[:40], *seq("B", 8)], [*A[:44], *seq("C", 8)]):
+            assert await r.serve([*tokens, 1]) == usable(r, store, stack, tokens) >= 40
+            await r.cache.drain()
+        at_rest(r)
+
+
+@each_stack
+async def test_a_refused_part_keeps_none_of_the_others(stack: str) -> None:
+    """And it is written when it is next used."""
+    async with hybrid_tiers(stack) as (r, store):
+        name = parts_of(stack)[0]
+        keys = objects(r, store, name, A)
+        refused = store.fault("write", keys=keys, result=WriteResult.REFUSED)
+        await r.serve(A)
+        await r.cache.drain()
+        assert kept(r, store, "full", A) == "S" * 12
+        assert kept(r, store, name, A) == "-" * 12
+        for other in parts_of(stack)[1:]:
+            assert "S" in kept(r, store, other, A)
+        assert r.counters.backups_refused >= 1
+        store.faults.remove(refused)
+        await r.serve([*A, 1])
+        await r.cache.drain()
+        wipe(r)
+        assert await r.serve([*A, 1]) >= 40
+
+
+@each_stack
+async def test_reset_while_a_part_is_written_or_read(stack: str) -> None:
+    """§12.1: its rows are quarantined until the call has ended."""
+    last = parts_of(stack)[-1]
+    async with hybrid_tiers(stack) as (r, store):
+        gate = CallGate()
+        keys = objects(r, store, last, A)
+        fault = store.fault("write", keys=keys, gate=gate, at="inside", stubborn=True, times=1)
+        await r.serve(A)
+        await gate.reached()
+        r.cache.reset()
+        assert r.stats.host[last].quarantined >= 1
+        gate.open()
+        await r.cache.drain()
+        assert r.stats.host[last].free == r.stats.host[last].capacity
+        store.faults.remove(fault)
+        await keep(r, A)
+        gate = CallGate()
+        store.fault("read", keys=keys, gate=gate, at="inside", stubborn=True, times=1)
+        with r.cache.prefetch(A) as handle:
+            waiting = start(handle.wait("wait_complete"))
+            await gate.reached()
+            r.cache.reset()
+            assert await waiting == 0
+            assert r.stats.host[last].quarantined >= 1
+        gate.open()
+        await r.cache.drain()
+        at_rest(r)
+        assert await prefetched(r, A) >= 40
+
+
+@each_stack
+@pytest.mark.parametrize("moment", ["contains", "read", "read inside"])
+async def test_cancelled_prefetches_leave_nothing(stack: str, moment: str) -> None:
+    """B56: wherever they are given up, in whichever component."""
+    async with hybrid_tiers(stack) as (r, store):
+        await keep(r, A)
+        free = {name: pool.free for name, pool in r.stats.host.items()}
+        for name in STACKS[stack]:
+            gate = CallGate()
+            op, _, at = moment.partition(" ")
+            fault: Any = {"keys": objects(r, store, name, A), "gate": gate}
+            store.fault(op, at=at or "before", times=1, **fault)  # type: ignore[arg-type]
+            with r.cache.prefetch(A):
+                await gate.reached()
+                r.check()
+            gate.open()
+            await r.cache.drain()
+            at_rest(r)
+            wipe(r)
+            assert {name: pool.free for name, pool in r.stats.host.items()} == free
+        store.faults.clear()
+        assert await prefetched(r, A) >= 40
+
+
+async def test_it_ends_when_nobody_waits() -> None:
+    """A detached one holds its boundaries for `result_ttl` seconds."""
+    storage = {"prefetch": {"threshold": 0, "result_ttl": 0.05}}
+    async with hybrid_tiers("mamba_swa", storage=storage) as (r, _):
+        await keep(r, A)
+        r.cache.prefetch(A, detach=True)
+        await until(lambda: r.stats.host["mamba"].protected > 0)
+        assert r.host.protected == 12
+        await until(lambda: r.host.protected == 0)
+        at_rest(r)

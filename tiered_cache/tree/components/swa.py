@@ -76,7 +76,8 @@ class SWAComponent(SparseComponent):
         gone = np.concatenate(([0], np.cumsum(~there)))  # before each page end
         ends = np.arange(size, (len(there) + 1) * size, size)
         tops = np.maximum(0, ends - self.window) // size  # as `needed_from`
-        return np.equal(gone[1:], gone[tops])
+        legal: Flags = gone[1:] == gone[tops]
+        return legal
 
     def collect(self, path: Sequence[Node], start: int, stop: int) -> PageIds:
         size = self.page_size

@@ -214,7 +214,10 @@ MUTANTS: Final = [
         harm="what is kept cannot be reached when a write ends half way",
         file=BACKUP,
         old="            if missing and not self._writes[BASE]:",
-        new="            missing = missing[::-1]\n            if missing and not self._writes[BASE]:",
+        new=(
+            "            missing = missing[::-1]\n"
+            "            if missing and not self._writes[BASE]:"
+        ),
         test=BACKUP_TESTS + "test_pages_are_written_from_the_root",
     ),
     Mutant(

@@ -11,6 +11,7 @@ import pytest
 from tests.hybrid_helpers import GRID, STACKS, WINDOW, P, hybrid_tiers
 from tests.lease_helpers import Rig, seq, start, turns
 from tests.storage_helpers import Store, keep, prefetched, wipe
+from tests.test_hybrid_leases import requests_in_random_order
 from tests.tier_helpers import until
 from tiered_cache import backup_parts, prefetch
 from tiered_cache.storage.backend import ReadResult, WriteResult
@@ -491,3 +492,51 @@ async def test_it_ends_when_nobody_waits() -> None:
         assert r.host.protected == 12
         await until(lambda: r.host.protected == 0)
         at_rest(r)
+
+
+# --- all of it ------------------------------------------------------------------------------------
+
+
+def spoil_something(r: Rig, store: Store, chance: random.Random) -> None:
+    """Somebody takes device, host or a part of storage away, or storage is unwell for a while."""
+    what = chance.randrange(10)
+    if what < 3:
+        wipe(r)
+    elif what < 5:
+        wipe_parts(r)
+    elif what == 5 and store.rows:
+        for key in chance.sample(list(store.rows), min(len(store.rows), 3)):
+            del store.rows[key]
+    elif what == 6 and store.rows:
+        for key in chance.sample(list(store.rows), min(len(store.rows), 3)):
+            store.rows[key] = flipped(520)(store.rows[key])
+    elif what == 7:
+        op: Any = chance.choice(["read", "write", "contains"])
+        store.fault(op, call=store.num_calls[op] + chance.randrange(1, 4), error=OSError("unwell"))
+    elif what == 8:
+        store.fault("read", call=store.num_calls["read"] + 1, result=ReadResult.FAILED)
+    elif what == 9:
+        store.fault("write", call=store.num_calls["write"] + 1, result=WriteResult.REFUSED)
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+@pytest.mark.parametrize("seed", range(8))
+@each_stack
+async def test_many_requests_over_three_tiers(stack: str, seed: int, policy: str) -> None:
+    """Shared prefixes, small pools, faults on all ways: what is computed with is right, and nothing
+    leaks."""
+    chance = random.Random(f"{stack} {seed} {policy}")
+    rows, pages = chance.choice([20, 48, 100]), chance.choice([30, 60])
+    host = {"write_policy": policy}
+    async with hybrid_tiers(stack, pages, rows, host=host) as (r, store):
+        await requests_in_random_order(r, chance, lambda: spoil_something(r, store, chance))
+        at_rest(r)
+        store.faults.clear()
+        store.rows.clear()
+        r.cache.reset()
+        await r.cache.drain()
+        r.spoil_free_pages()
+        if policy == "write_through":
+            await keep(r, A)
+            most = min(48, rows // 2 * P)  # of the base; windows have room for one
+            assert await r.serve([*A, 1]) == usable(r, store, stack, A, limit=most)

@@ -61,8 +61,8 @@ class PrefetchesOfParts(Prefetches):
         for component, allocator in zip(self._tree.components, self._host.allocators, strict=True):
             if component.has_tombstones:  # the least is what one boundary needs
                 depth = allocator.capacity * self._page_size
-                window = (depth - component.needed_from(depth)) // self._page_size
-                self._quotas[component.index] = max(self._quotas[component.index], window)
+                least = len(component.pages_needed(depth))
+                self._quotas[component.index] = max(self._quotas[component.index], least)
 
     # --- what is there ----------------------------------------------------------------------------
 
@@ -97,9 +97,7 @@ class PrefetchesOfParts(Prefetches):
     ) -> None:
         """Ask for what a boundary beyond `hit` could need of a component, and no tier has."""
         size, index, stored = self._page_size, component.index, prefetch.parts.stored
-        first = hit // size
-        if component.is_per_page:
-            first = component.needed_from(hit + size) // size
+        first = component.pages_needed(hit + size).start
         there = self._tree.presence(prefetch.key, len(keys) * size)[index]
         wanted = [page for page in range(first, len(keys)) if not there[page]]
         for at in range(0, len(wanted), PROBE_PAGES):
@@ -218,17 +216,17 @@ class PrefetchesOfParts(Prefetches):
 
     def _next_step(self, prefetch: Prefetch) -> tuple[TreeComponent, int, int] | None:
         """What the goal lacks: the first component, its first page, how many follow each other."""
-        size, goal = self._page_size, prefetch.parts.goal
+        goal = prefetch.parts.goal
+        if not goal:
+            return None
         there = self._tree.presence(prefetch.key, goal)
         for component in self._tree.components:
-            first = component.needed_from(goal) // size
-            if not component.is_per_page:
-                first = max(0, goal // size - 1)
-            lacking = np.flatnonzero(~there[component.index][first:])
+            needed = component.pages_needed(goal)
+            lacking = np.flatnonzero(~there[component.index][needed.start : needed.stop])
             if len(lacking):
                 breaks = np.flatnonzero(np.diff(lacking) != 1)
                 count = int(breaks[0]) + 1 if len(breaks) else len(lacking)
-                return component, first + int(lacking[0]), count
+                return component, needed.start + int(lacking[0]), count
         return None
 
     def _note_wrong(

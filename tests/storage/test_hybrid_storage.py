@@ -8,7 +8,18 @@ from typing import Any, Final
 
 import pytest
 
-from tests.hybrid_helpers import GRID, STACKS, WINDOW, P, hybrid_tiers
+from tests.hybrid_helpers import (
+    GRID,
+    STACKS,
+    P,
+    hybrid_tiers,
+    kept,
+    lose,
+    objects,
+    parts_of,
+    usable,
+    wipe_parts,
+)
 from tests.lease_helpers import Rig, seq, start, turns
 from tests.storage_helpers import Store, keep, prefetched, wipe
 from tests.test_hybrid_leases import requests_in_random_order
@@ -20,59 +31,6 @@ from tiered_cache.testing.faulty_backend import CallGate, flipped
 A: Final = seq("A", 48)
 
 each_stack = pytest.mark.parametrize("stack", STACKS)
-
-
-def objects(r: Rig, store: Store, component: str, tokens: Any) -> list[Any]:
-    """Per page of a prompt, the object that storage would keep of a component."""
-    storage = r.cache._controller.storage
-    assert storage is not None
-    record = next(made for made in storage.io.formats if str(made.component) == component)
-    return [record.object_key(key) for key in store.pages_of(tokens)]
-
-
-def kept(r: Rig, store: Store, component: str, tokens: Any) -> str:
-    """Which pages of a prompt storage has of a component: S or -, root first."""
-    wanted = objects(r, store, component, tokens)
-    return "".join("S" if key in store.rows else "-" for key in wanted)
-
-
-def lose(r: Rig, store: Store, component: str, tokens: Any, *pages: int) -> None:
-    """Storage has these pages of a component no more."""
-    wanted = objects(r, store, component, tokens)
-    for page in pages:
-        store.rows.pop(wanted[page], None)
-
-
-def parts_of(stack: str) -> tuple[str, ...]:
-    """The components but the base."""
-    return STACKS[stack][1:]
-
-
-def usable(
-    r: Rig, store: Store, stack: str, tokens: Any, *, limit: int | None = None, window: int = WINDOW
-) -> int:
-    """The longest prefix that storage alone can give back, by the rules for tokens."""
-    size = store.page_size
-    limit = len(tokens) if limit is None else limit
-    there = {name: kept(r, store, name, tokens) for name in STACKS[stack]}
-    for depth in range(limit - limit % size, 0, -size):
-        seen = range(max(0, depth - window), depth)
-        if (
-            "-" not in there["full"][: depth // size]
-            and all(there["swa"][token // size] == "S" for token in seen if "swa" in there)
-            and ("mamba" not in there or there["mamba"][depth // size - 1] == "S")
-        ):
-            return depth
-    return 0
-
-
-def wipe_parts(r: Rig) -> None:
-    """The host keeps the base and nothing else, the device nothing."""
-    controller = r.cache._controller
-    assert controller.host_pages is not None
-    everything = [1 << 20] * len(controller.tree.components)
-    controller.accounts.evict(everything)
-    controller.host_pages.evict([0, *everything[1:]])
 
 
 def at_rest(r: Rig) -> None:

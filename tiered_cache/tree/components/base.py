@@ -157,12 +157,6 @@ class TreeComponent(ABC):
         partly.
         """
 
-    def restorable(self, there: Flags) -> Flags:
-        """Per page, whether a prefix may end behind it, where `there` says which pages this
-        component has, or can have (a state: at the page that it ends). The rule of
-        `deepest_boundary`, of pages that no node stands for yet."""
-        return np.logical_and.accumulate(there)
-
     @abstractmethod
     def collect(self, path: Sequence[Node], start: int, stop: int) -> PageIds:
         """Device ids of the pages of `[start, stop)`, one per page (−1: none there); `stop` is in
@@ -222,6 +216,24 @@ class TreeComponent(ABC):
     def needed_from(self, depth: int) -> int:
         """The first token whose state is needed to compute what follows `depth`."""
         return 0
+
+    def pages_needed(self, depth: int) -> range:
+        """The pages, by number, that a prefix of `depth` tokens needs of this component: it may end
+        where they are all there. Of a state, the page that it ends. The rule of `deepest_boundary`,
+        of pages that no node stands for yet."""
+        size = self.page_size
+        first = self.needed_from(depth) // size if self.is_per_page else depth // size - 1
+        return range(max(0, first), depth // size)
+
+    def restorable(self, there: Flags) -> Flags:
+        """Per page, whether a prefix may end behind it, where `there` says which pages there are.
+
+        Says the same as `pages_needed`, of all depths at once.
+        """
+        size, gone = self.page_size, np.concatenate(([0], np.cumsum(~there)))
+        needed = [self.pages_needed((page + 1) * size) for page in range(len(there))]
+        legal: Flags = np.array([gone[pages.stop] == gone[pages.start] for pages in needed], bool)
+        return legal
 
     # --- split ------------------------------------------------------------------------------------
 

@@ -54,9 +54,6 @@ class MambaComponent(SparseComponent):
             count, depth = count - 1, node.start
         return count
 
-    def restorable(self, there: Flags) -> Flags:
-        return there
-
     def collect(self, path: Sequence[Node], start: int, stop: int) -> PageIds:
         pages = per_page(path, start, stop, self.page_size)
         for node in path:
@@ -123,6 +120,9 @@ class MambaComponent(SparseComponent):
 
     def needed_from(self, depth: int) -> int:
         return depth
+
+    def restorable(self, there: Flags) -> Flags:
+        return there
 
     # --- split ------------------------------------------------------------------------------------
 

@@ -71,14 +71,6 @@ class SWAComponent(SparseComponent):
                 return count
         return count  # up to the root without a tombstone: a short path is a whole window
 
-    def restorable(self, there: Flags) -> Flags:
-        size = self.page_size
-        gone = np.concatenate(([0], np.cumsum(~there)))  # before each page end
-        ends = np.arange(size, (len(there) + 1) * size, size)
-        tops = np.maximum(0, ends - self.window) // size  # as `needed_from`
-        legal: Flags = gone[1:] == gone[tops]
-        return legal
-
     def collect(self, path: Sequence[Node], start: int, stop: int) -> PageIds:
         size = self.page_size
         pages = per_page(path, start, stop, size)
@@ -174,6 +166,14 @@ class SWAComponent(SparseComponent):
 
     def needed_from(self, depth: int) -> int:
         return max(0, self._floor(depth - self.window))
+
+    def restorable(self, there: Flags) -> Flags:
+        size = self.page_size
+        gone = np.concatenate(([0], np.cumsum(~there)))  # before each page end
+        ends = np.arange(size, (len(there) + 1) * size, size)
+        tops = np.maximum(0, ends - self.window) // size  # as `needed_from`
+        legal: Flags = gone[1:] == gone[tops]
+        return legal
 
     # --- split ------------------------------------------------------------------------------------
 

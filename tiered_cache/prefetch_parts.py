@@ -167,12 +167,12 @@ class PrefetchesOfParts(Prefetches):
         if not prefetch.found:
             self._let_go_of_ground(prefetch)
             return
-        while await self._bring_some(prefetch, keys):
-            pass
+        parts = prefetch.parts
         # For what begins with this prompt, and for this very prompt.
-        prefetch.parts.most = min(prefetch.parts.most, prefetch.key.num_tokens - 1)
-        while await self._bring_some(prefetch, keys):
-            pass
+        for most in (prefetch.length, prefetch.key.num_tokens - 1):
+            parts.most = min(parts.most, most)
+            while await self._bring_some(prefetch, keys):
+                pass
 
     async def _bring_some(self, prefetch: Prefetch, keys: Sequence[bytes]) -> bool:
         parts, size = prefetch.parts, self._page_size

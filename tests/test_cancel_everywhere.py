@@ -876,6 +876,16 @@ async def prefetches_of_windows_and_states_given_up_in_any_turn() -> AsyncIterat
 
 
 @in_any_turn
+async def a_tier_detached_in_any_turn_of_a_prefetch_of_windows_and_states() -> AsyncIterator[Work]:
+    """Nobody uses the backend when it is let go."""
+    async with hybrid_stage() as (s, store):
+        make_slow(store)
+        with small_steps(), s.cache.prefetch(A):
+            yield turns(90)
+            await s.cache.storage.detach()
+
+
+@in_any_turn
 async def a_tier_detached_in_any_turn_of_a_backup_of_windows_and_states() -> AsyncIterator[Work]:
     """Rows that are being written stay where they are until that has ended."""
     async with hybrid_stage() as (s, store):

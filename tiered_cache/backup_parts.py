@@ -95,7 +95,7 @@ class BackupsOfParts(Backups):
         clears = self._io.num_clears
         call: StorageCall | None = None
         try:
-            keys = await self._page_keys(end, start)
+            keys = tree.keys_of(end, start)  # hashed when the base was written, or came
             missing = await self._missing(index, keys, 0)
             self._check(receipt, clears)
             if missing and not self._writes[index]:

@@ -114,6 +114,25 @@ async def test_nothing_is_written_twice(stack: str) -> None:
         assert num_calls["write"] >= len(parts_of(stack)) + 1
 
 
+@each_stack
+async def test_a_store_that_is_attached_later(stack: str) -> None:
+    """What was there before is kept when it is next used; of a store that has gone nothing is
+    believed."""
+    async with hybrid_tiers(stack) as (r, store):
+        await r.cache.storage.detach()
+        await r.serve(A)
+        await r.cache.drain()
+        assert store.rows == {}
+        for _ in range(2):
+            await r.cache.storage.attach(r.config, backend=store)
+            await r.serve([*A, 1])
+            await r.cache.drain()
+            assert usable(r, store, stack, A) >= 48 - GRID
+            await r.cache.storage.detach()
+            assert not any(data.stored for node in r.cache.tree.nodes() for data in node.data)
+            store.rows.clear()
+
+
 # --- what is missing, or wrong --------------------------------------------------------------------
 
 

@@ -204,7 +204,7 @@ MUTANTS: Final = [
         harm="what comes to storage later is never found",
         file=PREFETCH,
         old="        self._io.suspect(call.component, corrupt)\n",
-        new="        self._io.suspect(call.component, wrong)\n",
+        new="        self._io.suspect(call.component, page_keys[call.num_good :])\n",
         test=PREFETCH_TESTS + "test_a_miss_is_not_remembered",
     ),
     # What is kept, and what is believed to be.

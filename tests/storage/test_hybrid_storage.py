@@ -106,10 +106,11 @@ async def test_nothing_is_written_twice(stack: str) -> None:
         num_calls = store.num_calls.copy()
         await r.serve([*A[:40], 1])  # inside of what there is, as far as the host is concerned
         await r.cache.drain()
-        written = r.counters.pages_backed_up
+        written, num_asked = r.counters.pages_backed_up, store.num_calls["contains"]
         await r.serve([*A[:40], 1])
         await r.cache.drain()
         assert r.counters.pages_backed_up == written
+        assert store.num_calls["contains"] == num_asked
         assert written == len(store.rows)
         assert num_calls["write"] >= len(parts_of(stack)) + 1
 
@@ -265,6 +266,29 @@ async def test_beliefs_are_put_right_by_component(stack: str) -> None:
         assert await r.serve([*A, 1]) >= 48 - GRID
 
 
+@each_stack
+async def test_a_part_that_a_read_finds_wrong_is_written_again(stack: str) -> None:
+    """§8.4: though the tree believed it to be stored."""
+    for name in parts_of(stack):
+        async with hybrid_tiers(stack) as (r, store):
+            await r.serve(A)
+            await r.cache.drain()
+            wipe_parts(r)
+            for key in objects(r, store, name, A):
+                if key in store.rows:
+                    store.rows[key] = flipped(520)(store.rows[key])
+            assert await prefetched(r, A) == 0
+            index = STACKS[stack].index(name)
+            nodes = list(r.cache.tree.nodes())
+            assert all(node.data[0].stored for node in nodes)
+            assert not any(node.data[index].stored for node in nodes)
+            await r.serve([*A, 1])
+            await r.cache.drain()
+            wipe(r)
+            r.spoil_free_pages()
+            assert await r.serve([*A, 1]) >= 40
+
+
 # --- room -----------------------------------------------------------------------------------------
 
 
@@ -401,6 +425,52 @@ async def test_a_refused_part_keeps_none_of_the_others(stack: str) -> None:
         await r.serve([*A, 1])
         await r.cache.drain()
         wipe(r)
+        assert await r.serve([*A, 1]) >= 40
+
+
+@each_stack
+async def test_no_part_without_its_base(stack: str) -> None:
+    """B41: what nobody can reach is not kept: where the base is refused nothing of the others is
+    written, and it follows when the base has."""
+    async with hybrid_tiers(stack) as (r, store):
+        keys = objects(r, store, "full", A)[8:]
+        refused = store.fault("write", keys=keys, result=WriteResult.REFUSED)
+        await r.serve(A)
+        await r.cache.drain()
+        for name in STACKS[stack]:
+            assert kept(r, store, name, A)[8:] == "----"
+        store.faults.remove(refused)
+        await r.serve([*A, 1])
+        await r.cache.drain()
+        assert usable(r, store, stack, A) >= 40
+
+
+@each_stack
+async def test_what_is_written_stays_where_it_is(stack: str) -> None:
+    """§6.4: the host gives no row up that is being read by the backend."""
+    last = parts_of(stack)[-1]
+    async with hybrid_tiers(stack) as (r, store):
+        gate = CallGate()
+        keys = objects(r, store, last, A)
+        store.fault("write", keys=keys, gate=gate, at="inside", times=1)
+        await r.serve(A)
+        await gate.reached()
+        wipe(r)
+        assert r.stats.host[last].protected >= 1
+        r.spoil_free_pages()
+        gate.open()
+        await r.cache.drain()
+        wipe(r)
+        assert await r.serve([*A, 1]) == usable(r, store, stack, A) >= 40
+        assert r.stats.storage is not None
+        assert r.stats.storage.counters.objects_corrupt == 0
+
+
+async def test_a_window_always_has_room() -> None:
+    """§10.7: half of the host's windows are less than one: then one is what there may be."""
+    async with hybrid_tiers("swa", host={"ratio": {"swa": 0.07}}) as (r, _):
+        assert r.stats.host["swa"].capacity == 4
+        await keep(r, A)
         assert await r.serve([*A, 1]) >= 40
 
 

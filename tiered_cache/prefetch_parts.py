@@ -197,10 +197,13 @@ class PrefetchesOfParts(Prefetches):
                 return True
         wanted = self._unread(index, keys[first : first + count])
         ids = self._take_rows(prefetch, index, len(wanted))
-        if len(ids) < len(wanted):
-            parts.most = (first + len(ids)) * size if index == BASE else parts.goal - size
-        if not len(ids) or (index != BASE and len(ids) < len(wanted)):
+        if len(ids) < len(wanted) and index != BASE:
             self._host.give_back(self._host.only(index, ids))
+            parts.stored[index][:] = False  # what has no room is as good as not there
+            return True
+        if len(ids) < len(wanted):
+            parts.most = (first + len(ids)) * size
+        if not len(ids):
             return True
         await self._read(prefetch, index, first * size, wanted[: len(ids)], ids)
         return True

@@ -91,7 +91,10 @@ class SinkComponent(SparseComponent):
         data = path[-1].data[self.index] if path else None
         return int(data is not None and data.value is not None and not data.lock_ref)
 
-    # --- what a transfer is for
+    # --- what storage must have, and what a transfer is for
+
+    def pages_needed(self, depth: int) -> range:
+        return range(1)
 
     def needed(self, path: Sequence[Node], target: Tier) -> Sequence[Node]:
         return path[:1]

@@ -101,6 +101,7 @@ async def some_ranks(
     rows: int = 64,
     stores: Sequence[Store] | None = None,
     barrier: Barrier | None = None,
+    tiers: Callable[..., Any] = three_tiers,
     **how: Any,
 ) -> AsyncIterator[tuple[list[Rig], Barrier]]:
     """Three tiers on each; what is stored is each one's own."""
@@ -110,6 +111,6 @@ async def some_ranks(
         for rank in range(num_ranks):
             store = stores[rank] if stores else Store()
             options = {"ranks": Rank(barrier, rank)}
-            made = three_tiers(pages, rows, store=store, options=options, **how)
+            made = tiers(pages, rows, store=store, options=options, **how)
             rigs.append((await stack.enter_async_context(made))[0])
         yield rigs, barrier

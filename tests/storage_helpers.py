@@ -123,8 +123,9 @@ def wipe(r: Rig) -> None:
     """Have device and host give up what nobody holds; storage keeps it."""
     controller = r.cache._controller
     assert controller.host_pages is not None, "there is a host tier"
-    controller.accounts.evict([1 << 20])
-    controller.host_pages.evict([1 << 20])
+    everything = [1 << 20] * len(controller.tree.components)
+    controller.accounts.evict(everything)
+    controller.host_pages.evict(everything)
 
 
 async def keep(r: Rig, *prompts: Any) -> None:

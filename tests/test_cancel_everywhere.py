@@ -19,6 +19,7 @@ import pytest
 import uvloop
 
 import tiered_cache
+from tests.hybrid_helpers import known
 from tests.lease_helpers import P, Rig, chunk_of, seq, settings, start, turns
 from tests.storage_helpers import MODEL, Store, keep, opens
 from tiered_cache import (
@@ -595,9 +596,11 @@ async def a_cache_closed_while_ranks_agree() -> AsyncIterator[Work]:
 # --- three tiers ----------------------------------------------------------------------------------
 
 
-def with_storage(**storage: Any) -> Any:
+def with_storage(*, model: Any = MODEL, **storage: Any) -> Any:
     section = {"backend": "memory", "prefetch": {"threshold": 0, "policy": "wait_complete"}}
-    return settings(model=MODEL, host=HOST, storage={**section, **storage})
+    ratio = {} if model is MODEL else {"swa": 1.0, "mamba": 1.0}
+    device, host = {"tokens": 16 * P, "ratio": ratio}, {**HOST, "ratio": ratio}
+    return settings(model=model, device=device, host=host, storage={**section, **storage})
 
 
 # Made here: they look for what is installed, which no loop is to wait for.
@@ -606,6 +609,10 @@ TWO_TIERS: Final = settings(model=MODEL, host=HOST)
 ONE_AT_A_TIME: Final = with_storage(max_concurrency=1)
 UNWELL: Final = with_storage(breaker={"failures": 1, "retry_after": 0.001})
 REQUIRED: Final = with_storage(required=True)
+with known("mamba_swa"):
+    WINDOWS_AND_STATES: Final = with_storage(
+        model={**MODEL, "num_layers": 3, "strategy": "test_mamba_swa"}
+    )
 
 OPERATIONS: Final = ("contains", "read", "write", "delete", "clear")
 
@@ -839,6 +846,54 @@ async def the_end_of_a_program_while_a_question_is_waited_for() -> AsyncIterator
             await end_of_program()
         s.others.clear()
         await s.cache.aclose()
+
+
+@contextlib.asynccontextmanager
+async def hybrid_stage(ranks: Ranks | None = None) -> AsyncIterator[tuple[Stage, Store]]:
+    """The same of a model with windows and states."""
+    with known("mamba_swa"):
+        async with storage_stage(WINDOWS_AND_STATES, ranks) as made:
+            yield made
+
+
+@scenario
+async def a_request_whose_windows_and_states_storage_has() -> AsyncIterator[Work]:
+    """They do not come for nobody, nor does the base."""
+    async with hybrid_stage() as (s, store):
+        make_slow(store)
+        yield s.serve([*A, 1])
+
+
+@in_any_turn
+async def prefetches_of_windows_and_states_given_up_in_any_turn() -> AsyncIterator[Work]:
+    """Of several ranks; some of several that read the same: the other gets it."""
+    async with hybrid_stage(SlowRanks()) as (s, store):
+        make_slow(store)
+        with small_steps(), s.cache.prefetch(A) as handle:
+            with s.cache.prefetch([*A, 1]), s.cache.prefetch([*A, *seq("B", 48)]):
+                yield turns(100)
+            assert await handle.wait() == 16
+
+
+@in_any_turn
+async def a_tier_detached_in_any_turn_of_a_prefetch_of_windows_and_states() -> AsyncIterator[Work]:
+    """Nobody uses the backend when it is let go."""
+    async with hybrid_stage() as (s, store):
+        make_slow(store)
+        with small_steps(), s.cache.prefetch(A):
+            yield turns(90)
+            await s.cache.storage.detach()
+
+
+@in_any_turn
+async def a_tier_detached_in_any_turn_of_a_backup_of_windows_and_states() -> AsyncIterator[Work]:
+    """Rows that are being written stay where they are until that has ended."""
+    async with hybrid_stage() as (s, store):
+        make_slow(store)
+        with small_steps():
+            await s.serve([*A, *seq("B", 16)])
+            yield turns(120)
+            await s.cache.storage.detach()
 
 
 async def end_of_program() -> None:

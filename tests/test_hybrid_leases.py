@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -191,41 +192,49 @@ async def test_many_requests_in_random_order(stack: str, seed: int) -> None:
 
 async def many_requests(stack: str, seed: object, **sections: Any) -> Rig:
     chance = random.Random(f"{stack} {seed}")
-    trunks = [seq(name, 64) for name in "ABC"]
     async with hybrid_rig(stack, chance.choice([30, 60]), **sections) as r:
-
-        async def request() -> None:
-            trunk = chance.choice(trunks)[: chance.randrange(1, 60)]
-            tokens = [*trunk, *[chance.randrange(1, 3) for _ in range(chance.randrange(8))]]
-            async with r.cache.lease(tokens, reserve=chance.randrange(8)) as lease:
-                while chunk := await lease.next_chunk(chance.randrange(1, 24)):
-                    if chance.random() < 0.1:
-                        with contextlib.suppress(ZeroDivisionError):
-                            await lease.run(lambda chunk: (r.model(chunk), 1 / 0), chunk)
-                        continue
-                    await lease.run(r.model, chunk)
-                    if chance.random() < 0.7:
-                        lease.commit(chunk)
-                    if chance.random() < 0.05:
-                        return
-                while lease.room and chance.random() < 0.8:
-                    await lease.run(r.model, lease.append(chance.randrange(1, 3)))
-                if chance.random() < 0.7:
-                    lease.finish()
-
-        async def impatient() -> None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(chance.choice([None, None, 0.002, 0.005])):
-                    await request()
-
-        for _ in range(25):
-            async with asyncio.TaskGroup() as group:
-                for _ in range(chance.randrange(1, 4)):
-                    group.create_task(impatient())
-            r.check()
-            if chance.random() < 0.05:
-                r.cache.reset()
-            r.spoil_free_pages()
-        await r.cache.drain()
-        assert r.cache.outstanding() == []
+        await requests_in_random_order(r, chance)
         return r
+
+
+async def requests_in_random_order(
+    r: Rig, chance: random.Random, between: Callable[[], object] = lambda: None
+) -> None:
+    """`between`: what happens to the cache after each round of requests."""
+    trunks = [seq(name, 64) for name in "ABC"]
+
+    async def request() -> None:
+        trunk = chance.choice(trunks)[: chance.randrange(1, 60)]
+        tokens = [*trunk, *[chance.randrange(1, 3) for _ in range(chance.randrange(8))]]
+        async with r.cache.lease(tokens, reserve=chance.randrange(8)) as lease:
+            while chunk := await lease.next_chunk(chance.randrange(1, 24)):
+                if chance.random() < 0.1:
+                    with contextlib.suppress(ZeroDivisionError):
+                        await lease.run(lambda chunk: (r.model(chunk), 1 / 0), chunk)
+                    continue
+                await lease.run(r.model, chunk)
+                if chance.random() < 0.7:
+                    lease.commit(chunk)
+                if chance.random() < 0.05:
+                    return
+            while lease.room and chance.random() < 0.8:
+                await lease.run(r.model, lease.append(chance.randrange(1, 3)))
+            if chance.random() < 0.7:
+                lease.finish()
+
+    async def impatient() -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(chance.choice([None, None, 0.002, 0.005])):
+                await request()
+
+    for _ in range(25):
+        async with asyncio.TaskGroup() as group:
+            for _ in range(chance.randrange(1, 4)):
+                group.create_task(impatient())
+        r.check()
+        between()
+        if chance.random() < 0.05:
+            r.cache.reset()
+        r.spoil_free_pages()
+    await r.cache.drain()
+    assert r.cache.outstanding() == []

@@ -42,7 +42,8 @@ class Backups:
 
     Args:
         max_pending: pages that wait; more are skipped and counted, and tried again when next used.
-        writes: False: another rank does; here it is only found out what it has written.
+        writes: by component; False: another rank does, here it is only found out what it has
+            written.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Backups:
         io: StorageIO,
         counters: Counters,
         max_pending: int,
-        writes: bool,
+        writes: Sequence[bool],
         spawn: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]],
         changed: Callable[[], None],
     ) -> None:
@@ -77,6 +78,13 @@ class Backups:
 
     def note(self, boundary: Boundary) -> None:
         """A prefix was used, or has come to the host: keep what storage lacks of it."""
+        for end in reversed(self._ends(boundary)):
+            self._enqueue(end)
+            if end in self._queued:
+                self._used.add(end)
+
+    def _ends(self, boundary: Boundary) -> list[Node]:
+        """Where paths end that storage lacks something of, the deepest first."""
         ends: list[Node] = []
         is_end = True  # of what the host has and storage lacks
         node: Node | None = boundary.node
@@ -88,19 +96,12 @@ class Backups:
                 ends.append(node)
                 is_end = False
             node = node.parent
-        for end in reversed(ends):
-            self._used.add(end)
-            self._enqueue(end)
+        return ends
 
     def _enqueue(self, node: Node) -> None:
         if node in self._queued or self._is_closed:
             return
-        num_pages, above = 0, node
-        while above.parent is not None and not above.data[BASE].stored:
-            if above in self._queued:
-                break
-            num_pages += (above.end - above.start) // self._page_size
-            above = above.parent
+        num_pages = self._num_lacking(node)
         is_down = self._io.writes.state is HealthState.OPEN and not self._io.writes.is_due
         if is_down or (self._queue and self._num_pending + num_pages > self._max_pending):
             self._counters.backups_skipped += 1
@@ -111,6 +112,16 @@ class Backups:
         if self._worker is None:
             self._worker = self._spawn(self._work(), "backup")
             self._worker.add_done_callback(self._worker_ended)
+
+    def _num_lacking(self, node: Node) -> int:
+        """Pages to be written on the way to `node`, without those that are counted already."""
+        num_pages, above = 0, node
+        while above.parent is not None and not above.data[BASE].stored:
+            if above in self._queued:
+                break
+            num_pages += (above.end - above.start) // self._page_size
+            above = above.parent
+        return num_pages
 
     def _worker_ended(self, worker: asyncio.Task[None]) -> None:
         if self._worker is worker:
@@ -138,9 +149,7 @@ class Backups:
         while self._queue:
             boundary, self._may_begin_again = self._next()
             try:
-                is_first = True
-                while await self._write_some(boundary, is_first=is_first):
-                    is_first = False
+                await self._write_path(boundary)
             except StaleError:
                 pass  # evicted meanwhile, a reset, or storage was cleared
             except BackendError:
@@ -148,6 +157,11 @@ class Backups:
             self._changed()
         self._worker = None  # in this very step: whoever comes now needs another
         self._changed()
+
+    async def _write_path(self, boundary: Boundary) -> None:
+        is_first = True
+        while await self._write_some(boundary, is_first=is_first):
+            is_first = False
 
     async def _write_some(self, boundary: Boundary, *, is_first: bool) -> bool:
         """The topmost pages of a path that storage lacks; whether there may be more.
@@ -167,7 +181,7 @@ class Backups:
             above = 0 if is_first else start
             keys = await self._page_keys(end, above)
             first = (start - above) // self._page_size
-            missing = await self._missing(keys, first)
+            missing = await self._missing(BASE, keys, first)
             self._check(receipt, clears)
             if missing and missing[0] < first:  # it was believed to be there
                 lost = tree.forget_path_stored(end, above + missing[0] * self._page_size)
@@ -176,16 +190,16 @@ class Backups:
                 # one for the other, is to come to rest.
                 may, self._may_begin_again = self._may_begin_again, False
                 return may
-            if missing and not self._writes:
+            if missing and not self._writes[BASE]:
                 return False
             if missing:
-                ids = self._rows(end, start)[[at - first for at in missing]]
-                call = self._write(receipt, start, [keys[at] for at in missing], ids)
+                ids = self._rows(BASE, end, start)[[at - first for at in missing]]
+                call = self._write(BASE, receipt, start, [keys[at] for at in missing], ids)
         finally:
             if call is None:
                 self._tree.let_go(receipt)
         if call is None:
-            self._believe(receipt.node, start)
+            self._believe(BASE, receipt.node, start)
             return True
         await call.answered.wait()
         if call.error is not None:
@@ -228,27 +242,31 @@ class Backups:
             tree.remember_page_keys(end, unhashed.start, keys)
         return tree.keys_of(end, start)
 
-    async def _missing(self, keys: Sequence[bytes], first: int) -> list[int]:
+    async def _missing(self, component: int, keys: Sequence[bytes], first: int) -> list[int]:
         """Which of these pages storage lacks; what it has wrong, from `first` on, is deleted first,
         for some keep what they have."""
-        there = await self._io.contains(BASE, keys)
-        wrong = [key for key in keys[first:] if self._io.is_suspect(key)]
-        if wrong and self._writes:
-            await self._io.delete(BASE, wrong)
+        there = await self._io.contains(component, keys)
+        wrong = [key for key in keys[first:] if self._io.is_suspect(component, key)]
+        if wrong and self._writes[component]:
+            await self._io.delete(component, wrong)
         return [
             at
             for at, (key, is_there) in enumerate(zip(keys, there, strict=True))
-            if not is_there or self._io.is_suspect(key)
+            if not is_there or self._io.is_suspect(component, key)
         ]
 
-    def _rows(self, end: Boundary, start: int) -> PageIds:
-        """The host's pages of `[start, end)`, all of which are there."""
+    def _rows(self, component: int, end: Boundary, start: int) -> PageIds:
+        """The host's pages of `[start, end)`, all of which are there; of a component with states
+        the one at the end."""
+        is_per_page = self._tree.components[component].is_per_page
         node: Node | None = self._tree.cut(end)
         parts = []
         while node is not None and node.end > start:
-            value = node.data[BASE].host_value
+            value = node.data[component].host_value
             if value is None:
                 raise StaleError("the host has lost what it held")
+            if not is_per_page:
+                return value
             parts.append(value[max(0, start - node.start) // self._page_size :])
             node = node.parent
         return join(parts[::-1])
@@ -260,35 +278,37 @@ class Backups:
             raise StaleError("storage was cleared")
 
     def _write(
-        self, receipt: Receipt, start: int, page_keys: Sequence[bytes], ids: PageIds
+        self, component: int, receipt: Receipt, start: int, page_keys: Sequence[bytes], ids: PageIds
     ) -> StorageCall:
         """The rows stay where they are until the call has really ended."""
 
         def on_end(call: StorageCall) -> None:
             if call.epoch != self._tree.epoch:
-                self._host.give_back_stale(self._host.only(BASE, call.ids))
+                self._host.give_back_stale(self._host.only(component, call.ids))
                 return
             self._count(call, page_keys)
             is_there = call.clears == self._io.num_clears
             if is_there and call.results and call.num_good == len(ids):
-                self._believe(receipt.node, start)
+                self._believe(component, receipt.node, start)
             self._tree.let_go(receipt)
             self._changed()
 
-        return self._io.write(BASE, page_keys, ids, self._tree.epoch, on_end)
+        return self._io.write(component, page_keys, ids, self._tree.epoch, on_end)
 
     def _count(self, call: StorageCall, page_keys: Sequence[bytes]) -> None:
         counters = self._counters
         for key, result in zip(page_keys, call.results, strict=False):
             if result in (WriteResult.WRITTEN, WriteResult.EXISTS):
-                self._io.clear_suspect(key)
+                self._io.clear_suspect(call.component, key)
                 counters.pages_backed_up += result is WriteResult.WRITTEN
             else:
                 counters.backups_refused += 1
 
-    def _believe(self, node: Node, start: int) -> None:
+    def _believe(self, component: int, node: Node, start: int) -> None:
         """Storage has the pages from `start` to the end of `node`; what hangs below can follow."""
-        self._tree.believe_span_stored(node, start, BASE)
+        self._tree.believe_span_stored(node, start, component)
+        if component != BASE:
+            return
         for child in node.children.values():
             data = child.data[BASE]
             if data.host_value is not None and not data.stored:

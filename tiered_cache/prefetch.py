@@ -62,14 +62,16 @@ class Prefetch:
 
     Attributes:
         reached: tokens of the key that device and host have, and this holds there.
-        reading: keys of the pages that it is reading.
-        num_pages: pages of the host that it takes of the quota: read, and not taken.
+        reading: components and keys of the pages that it is reading.
+        brought: by component, pages of the host that it takes of the quota: read, and not taken.
         why: why it ends where it does, for people.
         joint, limit: what it does with other ranks, and what ends it on all of them; None alone.
+        parts: what it knows of windows and states, where there are any.
         done: set when no more will come.
     """
 
     __slots__ = (
+        "brought",
         "call",
         "deadline",
         "detached",
@@ -80,7 +82,7 @@ class Prefetch:
         "key",
         "length",
         "limit",
-        "num_pages",
+        "parts",
         "reached",
         "reading",
         "receipt",
@@ -90,15 +92,17 @@ class Prefetch:
         "why",
     )
 
-    def __init__(self, key: RadixKey, length: int, now: float, *, detached: bool) -> None:
+    def __init__(
+        self, key: RadixKey, length: int, now: float, num_components: int, *, detached: bool
+    ) -> None:
         self.key = key
         self.length = length
         self.detached = detached
         self.started_at = now
         self.reached = 0
         self.found = 0
-        self.num_pages = 0
-        self.reading: Sequence[bytes] = ()
+        self.brought = [0] * num_components
+        self.reading: Sequence[tuple[int, bytes]] = ()
         self.why = ""
         self.done = asyncio.Event()
         self.is_stopped = False
@@ -109,6 +113,12 @@ class Prefetch:
         self.task: asyncio.Task[None] | None = None
         self.joint: Operation | None = None
         self.limit: Limit | None = None
+        self.parts: Any = None
+
+    @property
+    def num_pages(self) -> int:
+        """All that it takes of the quota."""
+        return sum(self.brought)
 
     @property
     def judges_time(self) -> bool:
@@ -220,10 +230,10 @@ class Prefetches:
         self._counters = counters
         self._hooks = hooks
         self._loop = asyncio.get_running_loop()
-        self._quota = max(1, host.allocators[BASE].capacity // 2)
-        self._read_pages = max(1, READ_BYTES // io.formats[BASE].row_bytes)
+        self._quotas = [max(1, allocator.capacity // 2) for allocator in host.allocators]
+        self._read_pages = [max(1, READ_BYTES // record.row_bytes) for record in io.formats]
         self._active: dict[Prefetch, None] = {}  # oldest first
-        self._reading: dict[bytes, Prefetch] = {}  # page key: who reads it
+        self._reading: dict[tuple[int, bytes], Prefetch] = {}  # component, page key: who reads it
 
     # --- what a handle does -----------------------------------------------------------------------
 
@@ -242,9 +252,9 @@ class Prefetches:
         """Bring what storage has of `key[:limit]`. With `detach` nobody waits for it, and the
         handle is closed. `name`: what ranks know it by (None: the order of asking)."""
         length = len(key) if limit is None else min(limit, len(key))
-        prefetch = Prefetch(
-            key, length - length % self._page_size, self._loop.time(), detached=detach
-        )
+        length -= length % self._page_size
+        num_components = len(self._quotas)
+        prefetch = Prefetch(key, length, self._loop.time(), num_components, detached=detach)
         self._active[prefetch] = None
         self._counters.prefetches += 1
         prefetch.joint = self._hooks.join(name, NUM_QUESTIONS)
@@ -324,7 +334,7 @@ class Prefetches:
 
     async def _run(self, prefetch: Prefetch) -> None:
         """Each `await` marks where the world may change, so each step matches anew."""
-        joint, size = prefetch.joint, self._page_size
+        joint = prefetch.joint
         keys: Sequence[bytes] = ()
         try:
             keys = await self._find(prefetch)
@@ -335,10 +345,8 @@ class Prefetches:
         had = prefetch.reached
         try:
             if joint is not None:
-                all_have = await joint.least(max(had, prefetch.found), size)
-                prefetch.found = min(prefetch.found, all_have)
-            while prefetch.found > prefetch.reached and await self._bring_some(prefetch, keys):
-                pass
+                await self._agree_on_goal(prefetch, joint)
+            await self._bring(prefetch, keys)
         except BackendError as error:
             prefetch.note(str(error))
         except StaleError:
@@ -347,10 +355,21 @@ class Prefetches:
             prefetch.note(str(error))
         if joint is not None:
             with suppress(RanksError, ClosedError):
-                prefetch.reached = await joint.least(prefetch.reached, size)
+                await self._agree_on_result(prefetch, joint)
         prefetch.end("all that storage has of it is on the host")
         if had and prefetch.reached > had:
-            await self._use(keys[: had // size])
+            await self._use(keys[: had // self._page_size])
+
+    async def _agree_on_goal(self, prefetch: Prefetch, joint: Operation) -> None:
+        there = max(prefetch.reached, prefetch.found)
+        prefetch.found = min(prefetch.found, await joint.least(there, self._page_size))
+
+    async def _agree_on_result(self, prefetch: Prefetch, joint: Operation) -> None:
+        prefetch.reached = await joint.least(prefetch.reached, self._page_size)
+
+    async def _bring(self, prefetch: Prefetch, keys: Sequence[bytes]) -> None:
+        while prefetch.found > prefetch.reached and await self._bring_some(prefetch, keys):
+            pass
 
     async def _use(self, page_keys: Sequence[bytes]) -> None:
         """Storage was not asked for these, for device and host have them. Now it is: what is used
@@ -377,9 +396,10 @@ class Prefetches:
             prefetch.found = found
         return keys
 
-    def _hold(self, prefetch: Prefetch) -> int:
+    def _hold(self, prefetch: Prefetch, limit: int | None = None) -> int:
         """Hold what device and host have of it; how many tokens that are."""
-        match = self._tree.match_prefix(MatchPrefixParams(prefetch.key, prefetch.length))
+        limit = prefetch.length if limit is None else limit
+        match = self._tree.match_prefix(MatchPrefixParams(prefetch.key, limit))
         receipt = self._tree.inc_host_lock_ref(Boundary(match.best_node, match.best_length))
         if prefetch.receipt is not None:
             self._tree.let_go(prefetch.receipt)
@@ -401,7 +421,7 @@ class Prefetches:
             asked = keys[first : first + PROBE_PAGES]
             there = await self._io.contains(BASE, asked)
             for key, is_there in zip(asked, there, strict=True):
-                if not is_there or self._io.is_suspect(key):
+                if not is_there or self._io.is_suspect(BASE, key):
                     return first * self._page_size
                 first += 1
         return first * self._page_size
@@ -414,22 +434,27 @@ class Prefetches:
         if hit >= prefetch.found:
             return False
         first = hit // size
-        other = self._reading.get(keys[first])
+        other = self._reading.get((BASE, keys[first]))
         if other is not None:
             await self._join(other)
             return True
-        wanted = []
-        for key in keys[first : min(prefetch.found // size, first + self._read_pages)]:
-            if key in self._reading:
-                break
-            wanted.append(key)
-        ids = self._take_rows(prefetch, len(wanted))
+        wanted = self._unread(BASE, keys[first : prefetch.found // size])
+        ids = self._take_rows(prefetch, BASE, len(wanted))
         if not len(ids):
             return False
         wanted = wanted[: len(ids)]
-        await self._read(prefetch, hit, wanted, ids)
+        await self._read(prefetch, BASE, hit, wanted, ids)
         # Short of what was asked, the next is missing, wrong or unreadable.
         return prefetch.reached >= hit + len(ids) * size
+
+    def _unread(self, component: int, keys: Sequence[bytes]) -> list[bytes]:
+        """The first of these that nobody reads, as many as one call reads."""
+        wanted = []
+        for key in keys[: self._read_pages[component]]:
+            if (component, key) in self._reading:
+                break
+            wanted.append(key)
+        return wanted
 
     async def _join(self, other: Prefetch) -> None:
         """Wait for what somebody else reads. If it is given up, the next step reads it, however
@@ -441,30 +466,40 @@ class Prefetches:
         if call.error is not None and not call.is_given_up:
             raise call.error
 
-    def _take_rows(self, prefetch: Prefetch, num_pages: int) -> PageIds:
-        """Rows for so many pages, or for fewer: what the quota and the host have room for."""
-        room = self._quota - self.num_pages
+    def _room(self, component: int, num_pages: int) -> int:
+        """What the quota has room for, when results have made room for so many pages."""
+        room = self._quotas[component] - self._num_pages_of(component)
         if room < num_pages:
-            self._let_go_of_results(num_pages - room)
-            room = self._quota - self.num_pages
+            self._let_go_of_results(component, num_pages - room)
+            room = self._quotas[component] - self._num_pages_of(component)
+        return room
+
+    def _take_rows(self, prefetch: Prefetch, component: int, num_pages: int) -> PageIds:
+        """Rows for so many pages, or for fewer: what the quota and the host have room for."""
+        room = self._room(component, num_pages)
         if room <= 0:
             self._counters.prefetches_refused += 1
             prefetch.note("refused: other prefetches have all that they may of the host")
             return NO_PAGES
-        ids = self._host.take_up_to(BASE, min(num_pages, room))
+        ids = self._host.take_up_to(component, min(num_pages, room))
         if not len(ids):
             self._counters.prefetches_refused += 1
             prefetch.note("refused: the host has no room")
         return ids
 
     async def _read(
-        self, prefetch: Prefetch, start: int, page_keys: Sequence[bytes], ids: PageIds
+        self,
+        prefetch: Prefetch,
+        component: int,
+        start: int,
+        page_keys: Sequence[bytes],
+        ids: PageIds,
     ) -> None:
-        for key in page_keys:
-            self._reading[key] = prefetch
-        prefetch.reading = page_keys
+        prefetch.reading = [(component, key) for key in page_keys]
+        for page in prefetch.reading:
+            self._reading[page] = prefetch
         on_end = partial(self._arrived, prefetch, start, page_keys)
-        prefetch.call = self._io.read(BASE, page_keys, ids, self._tree.epoch, on_end)
+        prefetch.call = self._io.read(component, page_keys, ids, self._tree.epoch, on_end)
         try:
             await prefetch.call.answered.wait()
         finally:
@@ -474,9 +509,9 @@ class Prefetches:
 
     def _read_no_more(self, prefetch: Prefetch) -> None:
         """Whoever wants these pages now reads them."""
-        for key in prefetch.reading:
-            if self._reading.get(key) is prefetch:
-                del self._reading[key]
+        for page in prefetch.reading:
+            if self._reading.get(page) is prefetch:
+                del self._reading[page]
         prefetch.reading = ()
 
     def _arrived(
@@ -484,24 +519,26 @@ class Prefetches:
     ) -> None:
         """The rows are quiet: publish what has come and is still wanted, the rest goes home."""
         self._read_no_more(prefetch)
-        ids = call.ids
+        component, ids = call.component, call.ids
         if call.epoch != self._tree.epoch:
-            self._host.give_back_stale(self._host.only(BASE, ids))
+            self._host.give_back_stale(self._host.only(component, ids))
             return
         count = 0 if call.is_given_up or call.error is not None else call.num_good
         unused = ids[:count]
         if count:
             keys = prefetch.key.page_keys(self._page_size, start // self._page_size + count)
-            boundary, unused = self._tree.insert_host(prefetch.key, start, BASE, ids[:count], keys)
+            boundary, unused = self._tree.insert_host(
+                prefetch.key, start, component, ids[:count], keys
+            )
             self._counters.pages_prefetched += count - len(unused)
             if boundary is not None and call.clears == self._io.num_clears:
-                self._tree.believe_span_stored(boundary.node, start, BASE)
+                self._tree.believe_span_stored(boundary.node, start, component)
             if boundary is not None and prefetch in self._active and not prefetch.is_stopped:
                 self._hold(prefetch)
-        self._host.give_back(self._host.only(BASE, ids[count:]))
-        self._host.give_back(self._host.only(BASE, unused))
+        self._host.give_back(self._host.only(component, ids[count:]))
+        self._host.give_back(self._host.only(component, unused))
         if prefetch in self._active and not prefetch.is_stopped:
-            prefetch.num_pages += count - len(unused)
+            prefetch.brought[component] += count - len(unused)
         if call.error is None:
             self._note_wrong(prefetch, start, page_keys, call)
         self._hooks.changed()
@@ -518,10 +555,12 @@ class Prefetches:
         num_wrong = len(corrupt) + call.results.count(ReadResult.MISSING)
         if not num_wrong:
             return
-        self._io.suspect(corrupt)
+        self._io.suspect(call.component, corrupt)
         prefetch.why = prefetch.why or (
             f"storage has {num_wrong} pages missing or wrong that it said to have"
         )
+        if call.component != BASE:
+            return  # see `PrefetchesOfParts`
         forgotten = self._tree.forget_stored(prefetch.key, start + call.num_good * self._page_size)
         self._host.take_back(forgotten)
 
@@ -551,7 +590,7 @@ class Prefetches:
         receipt, prefetch.receipt = prefetch.receipt, None
         if receipt is not None:
             self._tree.let_go(receipt)
-        prefetch.num_pages = 0
+        prefetch.brought = [0] * len(self._quotas)
         if prefetch.detached and prefetch.done.is_set():
             self._active.pop(prefetch, None)
         if prefetch.timer is not None and prefetch.done.is_set():
@@ -559,13 +598,13 @@ class Prefetches:
             prefetch.timer = None
         self._hooks.changed()
 
-    def _let_go_of_results(self, num_pages: int) -> None:
+    def _let_go_of_results(self, component: int, num_pages: int) -> None:
         """The oldest results that nobody has taken make room."""
         for prefetch in tuple(self._active):
             if num_pages <= 0:
                 return
-            if prefetch.done.is_set() and prefetch.num_pages:
-                num_pages -= prefetch.num_pages
+            if prefetch.done.is_set() and prefetch.brought[component]:
+                num_pages -= prefetch.brought[component]
                 self._let_go(prefetch)
 
     # --- life cycle -------------------------------------------------------------------------------
@@ -581,7 +620,7 @@ class Prefetches:
         """The tree has forgotten everything."""
         for prefetch in tuple(self._active):
             prefetch.receipt = None
-            prefetch.reached = prefetch.num_pages = 0
+            prefetch.reached, prefetch.brought = 0, [0] * len(self._quotas)
             self.stop(prefetch, "the cache was reset")
             if prefetch.detached:
                 del self._active[prefetch]
@@ -591,11 +630,16 @@ class Prefetches:
     @property
     def num_pages(self) -> int:
         """Pages of the host that are being read, or were and wait to be taken."""
+        return sum(map(self._num_pages_of, range(len(self._quotas))))
+
+    def _num_pages_of(self, component: int) -> int:
         epoch = self._tree.epoch
         num_reading = sum(
-            len(call.ids) for call in self._io if call.is_read and call.epoch == epoch
+            len(call.ids)
+            for call in self._io
+            if call.is_read and call.component == component and call.epoch == epoch
         )
-        return num_reading + sum(prefetch.num_pages for prefetch in self._active)
+        return num_reading + sum(prefetch.brought[component] for prefetch in self._active)
 
     def __iter__(self) -> Iterator[Prefetch]:
         """Those that somebody is interested in."""

@@ -253,24 +253,24 @@ class StorageIO:
         self._loop = asyncio.get_running_loop()
         self._active: dict[StorageCall, None] = {}
         self._num_hung = 0
-        self._suspects: dict[bytes, None] = {}  # the oldest first
+        self._suspects: dict[tuple[int, bytes], None] = {}  # by component; the oldest first
 
     # --- what is known to be wrong ----------------------------------------------------------------
 
-    def suspect(self, page_keys: Sequence[bytes]) -> None:
-        """What storage has of these is not what it should be: it counts as missing until it was
-        written again (semantics §10.3)."""
+    def suspect(self, component: int, page_keys: Sequence[bytes]) -> None:
+        """What storage has of these pages of a component is not what it should be: it counts as
+        missing until it was written again (semantics §10.3)."""
         for key in page_keys:
-            self._suspects[key] = None
+            self._suspects[component, key] = None
         while len(self._suspects) > MAX_SUSPECTS:
             del self._suspects[next(iter(self._suspects))]
 
-    def is_suspect(self, page_key: bytes) -> bool:
-        return page_key in self._suspects
+    def is_suspect(self, component: int, page_key: bytes) -> bool:
+        return (component, page_key) in self._suspects
 
-    def clear_suspect(self, page_key: bytes) -> None:
+    def clear_suspect(self, component: int, page_key: bytes) -> None:
         """It was written again."""
-        self._suspects.pop(page_key, None)
+        self._suspects.pop((component, page_key), None)
 
     # --- questions --------------------------------------------------------------------------------
 

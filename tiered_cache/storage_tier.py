@@ -15,10 +15,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from tiered_cache.backup import Backups
+from tiered_cache.backup_parts import BackupsOfParts
 from tiered_cache.errors import BackendError, ClosedError
 from tiered_cache.jobs import is_cancelled
 from tiered_cache.observe import Event, EventKind
 from tiered_cache.prefetch import Prefetches, PrefetchHooks
+from tiered_cache.prefetch_parts import PrefetchesOfParts
 from tiered_cache.stats import StorageCounters, StorageStats
 from tiered_cache.storage.backend import (
     KEY_BYTES,
@@ -131,7 +133,8 @@ class StorageTier:
             settings.timeout,
             around.spawn,
         )
-        self.prefetches = Prefetches(
+        has_parts = any(component.has_tombstones for component in around.tree.components)
+        self.prefetches = (PrefetchesOfParts if has_parts else Prefetches)(
             around.tree,
             around.host,
             self.io,
@@ -139,13 +142,13 @@ class StorageTier:
             around.counters,
             PrefetchHooks(around.spawn, around.join, around.changed),
         )
-        self.backups = Backups(
+        self.backups = (BackupsOfParts if has_parts else Backups)(
             around.tree,
             around.host,
             self.io,
             around.counters,
             max(1, settings.backup.max_pending // parts.formats[BASE].row_bytes),
-            parts.writes[BASE],
+            parts.writes,
             around.spawn,
             around.changed,
         )

@@ -20,6 +20,7 @@ import pytest
 
 from tests.backends.file_helpers import object_files
 from tests.cases.tokens_child import KINDS, TOKENS
+from tests.hybrid_helpers import STACKS, hybrid_tiers
 from tests.lease_helpers import P, Rig, seq
 from tests.storage.identity_child import BASE, IDENTITIES
 from tests.storage_helpers import (
@@ -180,7 +181,7 @@ OTHERS: Final[dict[str, dict[str, Any]]] = {
     "components": {"model": {**MODEL, "strategy": "renamed"}},
     "format version": {"format": record.FORMAT_VERSION + 1},
 }
-"""What differs from the identity that has written; windows: there are none yet (issue 5)."""
+"""What differs from the identity that has written."""
 
 
 @asynccontextmanager
@@ -242,6 +243,33 @@ async def test_b84_an_object_says_whose_it_is(name: str) -> None:
         assert foreign not in store.rows.values()
         wipe(r)
         assert await r.serve([*A, 1]) == 32
+
+
+@pytest.mark.parametrize("other", ["swa", "mamba", "mamba_swa", "another window"])
+@pytest.mark.parametrize("stack", STACKS)
+@on_virtual_clock
+async def test_b84_another_window_or_other_components_find_nothing(stack: str, other: str) -> None:
+    """B84: rows of as many bytes under the same page keys: a second cache whose window is another,
+    or that has other components, finds nothing, not even of the base, without any error; both then
+    find what is their own."""
+    mine: dict[str, Any] = {"stack": stack, "window": 10}
+    others: dict[str, Any] = {**mine, "stack": other}
+    if other == "another window":
+        others = {**mine, "window": 9}
+    is_other = others["stack"] != stack or ("swa" in STACKS[stack] and others != mine)
+    store, most = Store(), 0
+    for again in (False, True):
+        for given in (mine, others):
+            async with hybrid_tiers(store=store, **given) as (r, _):
+                reused = await r.serve([*A, 1])
+                assert (reused > 0) is (again or (given is others and not is_other))
+                await r.cache.drain()
+                assert r.stats.storage is not None
+                assert r.stats.storage.counters.calls_failed == 0
+                assert r.stats.storage.counters.objects_corrupt == 0
+                r.check()
+                most = max(most, reused)
+    assert most >= 24
 
 
 # --- chains ---------------------------------------------------------------------------------------

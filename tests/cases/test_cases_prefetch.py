@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 
+from tests.hybrid_helpers import STACKS, hybrid_tiers, kept, lose, objects, parts_of, usable
 from tests.lease_helpers import P, Rig, cancelled, seq, start, turns
 from tests.storage_helpers import (
     MODEL,
@@ -22,9 +23,10 @@ from tests.storage_helpers import (
     wipe,
 )
 from tests.tier_helpers import on_tier
-from tiered_cache import BackendError, ClosedError, Hits, IntegrityError, prefetch
+from tiered_cache import BackendError, ClosedError, Hits, IntegrityError, RadixKey, prefetch
 from tiered_cache.storage.backend import ReadResult
 from tiered_cache.testing.faulty_backend import CallGate, flipped, short, torn
+from tiered_cache.types import MatchPrefixParams
 
 A: Final = seq("A", 32)
 
@@ -451,3 +453,120 @@ async def test_b94_two_handles_of_one_prompt_are_two_holds(order: Any, waits: bo
         wipe(r)
         assert on_tier(r, A) == "-" * 8
         at_rest(r)
+
+
+# --- windows and states ---------------------------------------------------------------------------
+
+B: Final = seq("B", 48)
+
+
+@pytest.mark.parametrize("how", ["by hand", "by a lease"])
+@pytest.mark.parametrize("window", [16, 32])
+@pytest.mark.parametrize("stack", STACKS)
+@on_virtual_clock
+async def test_b23_what_a_prefetch_brings_is_what_a_match_can_use(
+    stack: str, window: int, how: str
+) -> None:
+    """B23: for every length around whole pages, a prompt that storage has is hit up to its last
+    page but for one token, though the last page of all is not part of that hit."""
+    for num_tokens in range(64, 81):
+        tokens = seq("A", num_tokens)
+        async with hybrid_tiers(stack, 16, 16, window=window, page_size=16) as (r, store):
+            await keep(r, tokens)
+            assert r.stats.num_nodes == 0
+            r.spoil_free_pages()
+            expected = (num_tokens - 1) // 16 * 16
+            assert usable(r, store, stack, tokens, limit=num_tokens - 1, window=window) == expected
+            if how == "by hand":
+                with r.cache.prefetch(tokens) as handle:
+                    assert await handle.wait() == num_tokens // 16 * 16
+                    params = MatchPrefixParams(RadixKey(tokens), num_tokens - 1)
+                    assert r.cache.tree.match_prefix(params).best_length == expected
+                    num_calls = store.num_calls["read"]
+                    assert await r.serve(tokens) == expected
+                    assert store.num_calls["read"] == num_calls, "it was there"
+            else:
+                async with r.cache.lease(tokens) as lease:
+                    assert lease.hits == Hits(storage=expected)
+                    await r.compute(lease)  # with what has come
+            await r.cache.drain()
+            r.check()
+
+
+@pytest.mark.parametrize("policy", ["best_effort", "wait_complete", "timeout"])
+@pytest.mark.parametrize("state", ["done", "pending", "cancelled"])
+@pytest.mark.parametrize("stack", STACKS)
+@on_virtual_clock
+async def test_b55_a_time_limit_holds_while_a_window_or_a_state_is_pending(
+    stack: str, state: str, policy: str
+) -> None:
+    """B55: the base has come, the rest hangs: who waits has, in time, a length that is valid for
+    all components; late data is dropped, and its rows are free when the read has ended."""
+    allowed = {"timeout_base": 0.2, "timeout_per_ki_token": 0.0}
+    storage = {"timeout": 3.0, "prefetch": {"threshold": 0, "policy": policy, **allowed}}
+    last = parts_of(stack)[-1]
+    async with hybrid_tiers(stack, storage=storage) as (r, store):
+        await keep(r, B)
+        gate = CallGate()
+        if state != "done":
+            keys = objects(r, store, last, B)
+            store.fault("read", keys=keys, gate=gate, at="inside", stubborn=True, times=1)
+        began = now()
+        with r.cache.prefetch(B) as handle:
+            if state == "cancelled":
+                waiting = start(handle.wait("wait_complete"))
+                await gate.reached()
+                assert r.host.protected == 12, "what has come of the base"
+                await cancelled(waiting)
+                assert handle.done_now() == 0
+                assert r.host.protected == 0, "and is of no use"
+            elif state == "done" and policy != "best_effort":
+                assert await handle.wait() == 48
+            else:
+                assert await handle.wait() == 0
+                await turns()
+                assert r.host.protected == 0, "nobody waits for what the base was to have"
+        most = {"best_effort": 0, "timeout": 0.2, "wait_complete": 3.0}[policy]
+        assert now() - began <= most + 1e-6
+        match = r.cache.tree.match_prefix(MatchPrefixParams(RadixKey(B)))
+        assert match.best_length == (48 if state == "done" and policy != "best_effort" else 0)
+        if gate.num_reached:
+            assert r.stats.host[last].in_flight >= 1
+        gate.open()
+        await r.cache.drain()
+        assert r.cache.tree.match_prefix(MatchPrefixParams(RadixKey(B))).best_length == (
+            match.best_length
+        )
+        assert r.stats.host[last].in_flight == 0
+        at_rest(r)
+
+
+@pytest.mark.parametrize("there", ["five of eight", "only the seventh"])
+@pytest.mark.parametrize("stack", STACKS)
+@on_virtual_clock
+async def test_b61_a_base_without_its_windows_or_states_is_no_prefix(
+    stack: str, there: str
+) -> None:
+    """B61: storage has eight pages of the base, and of one other component five, or only one: the
+    length is that for which all are there, on every tier."""
+    for name in parts_of(stack):
+        async with hybrid_tiers(stack) as (r, store):
+            tokens = seq("C", 32)
+            for stop in range(8, 33, 4):
+                await r.serve(tokens[:stop])
+                await r.cache.drain()
+            wipe(r)
+            gone = range(5, 8) if there == "five of eight" else {*range(8)} - {6}
+            lose(r, store, name, tokens, *gone)
+            assert kept(r, store, "full", tokens) == "S" * 8
+            expected = usable(r, store, stack, tokens)
+            assert expected <= 28
+            r.spoil_free_pages()
+            assert await prefetched(r, tokens) == expected
+            match = r.cache.tree.match_prefix(MatchPrefixParams(RadixKey(tokens)))
+            assert match.best_length == expected
+            async with r.cache.lease([*tokens, 1]) as lease:
+                assert lease.prefix_len == expected
+                await r.compute(lease)
+            await r.cache.drain()
+            at_rest(r)

@@ -4,22 +4,25 @@ the same on all. Seconds are those of the virtual clock."""
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 from collections.abc import Coroutine, Sequence
 from typing import Any, Final, NamedTuple
 
 import pytest
 
+from tests.hybrid_helpers import STACKS, hybrid_tiers, objects, usable
 from tests.lease_helpers import Rig, seq, start
 from tests.rank_helpers import Barrier, some_ranks
 from tests.storage_helpers import Store, keep, on_virtual_clock, wipe
 from tests.tier_helpers import on_tier
-from tiered_cache import AdmissionTimeout, BackendError
+from tiered_cache import AdmissionTimeout, BackendError, RadixKey
 from tiered_cache.cache import LeaseContext
 from tiered_cache.errors import RanksError, StaleError
 from tiered_cache.prefetch import PrefetchHandle
 from tiered_cache.storage.backend import ReadResult
 from tiered_cache.testing.faulty_backend import CallGate
+from tiered_cache.types import MatchPrefixParams
 
 A: Final = seq("A", 32)
 
@@ -364,6 +367,58 @@ async def test_b91_a_read_that_falls_short_on_one_rank(who: int, result: Any) ->
         assert one.how.prefix_len == there
         await at_rest(rigs, barrier)
         barrier.check()
+
+
+@pytest.mark.parametrize("stack", STACKS)
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("how", ["it lacks them", "they do not come"])
+@on_virtual_clock
+async def test_b91_windows_and_states_that_storage_has_on_one_rank(
+    stack: str, seed: int, how: str
+) -> None:
+    """B91: what all ranks bring ends at a boundary that each of them can have: {512, 1024} and
+    {512, 768} is 512, though it is the longest of neither. Where a read shows that there is less,
+    all say the same."""
+    rng = random.Random(f"{stack} {seed}")
+    tokens = seq("A", 64)
+    stores = [Store(), Store()]
+    tiers = functools.partial(hybrid_tiers, stack)
+    async with some_ranks(stores=stores, storage=PATIENT, tiers=tiers) as (rigs, _):
+        for stop in range(16, 65, 8):
+            await on_all(*[r.serve(tokens[:stop]) for r in rigs])
+            await on_all(*[r.cache.drain() for r in rigs])
+        for r in rigs:
+            wipe(r)
+        common = set(range(65))
+        for r, store in zip(rigs, stores, strict=True):
+            gone = []
+            for name in STACKS[stack][1:]:
+                for page in rng.sample(range(6, 16), 3):
+                    gone.append(objects(r, store, name, tokens)[page])
+            rows = dict(store.rows)
+            for key in gone:
+                store.rows.pop(key, None)
+            common &= {
+                stop for stop in range(65) if usable(r, store, stack, tokens, limit=stop) == stop
+            }
+            if how == "they do not come":
+                store.rows.update(rows)
+                store.fault("read", keys=gone, result=ReadResult.MISSING)
+        handles = [r.cache.prefetch(tokens) for r in rigs]
+        one, other = await on_all(*[handle.wait() for handle in handles])
+        assert one == other
+        if how == "it lacks them":
+            assert one == max(common)
+        for r in rigs:
+            match = r.cache.tree.match_prefix(MatchPrefixParams(RadixKey(tokens), one))
+            assert match.best_length == one
+            r.check()
+        for handle in handles:
+            handle.close()
+        await on_all(*[r.cache.drain() for r in rigs])
+        for r in rigs:
+            assert all(pool.protected == 0 for pool in r.stats.host.values())
+            assert r.cache.outstanding() == []
 
 
 @pytest.mark.parametrize("who", [0, 1])

@@ -58,13 +58,13 @@ MUTANTS: Final = [
         rule="§6.4",
         harm="wrong bytes are kept: the host gives rows up while storage reads them",
         file=BACKUP,
-        old="                call = self._write(receipt, start,",
+        old="                call = self._write(BASE, receipt, start,",
         new=(
             "                tree.components[0].release_component_lock(\n"
             "                    receipt.node, receipt.tier, receipt.parts[0]\n"
             "                )\n"
             "                receipt.parts[0] = None\n"
-            "                call = self._write(receipt, start,"
+            "                call = self._write(BASE, receipt, start,"
         ),
         test=BACKUP_TESTS + "test_a_hung_write_is_waited_for_by_nobody",
     ),
@@ -146,8 +146,11 @@ MUTANTS: Final = [
         rule="§10.7",
         harm="prefetches take all of the host",
         file=PREFETCH,
-        old="        room = self._quota - self.num_pages\n        if room < num_pages:",
-        new="        room = self._quota\n        if room < num_pages:",
+        old=(
+            "        room = self._quotas[component] - self._num_pages_of(component)\n"
+            "        if room < num_pages:"
+        ),
+        new="        room = self._quotas[component]\n        if room < num_pages:",
         test=PREFETCH_TESTS + "test_a_refusal_can_be_tried_again",
     ),
     Mutant(
@@ -182,7 +185,7 @@ MUTANTS: Final = [
         rule="§10.8",
         harm="a burst of equal prompts reads all of it again and again",
         file=PREFETCH,
-        old="            self._reading[key] = prefetch\n",
+        old="            self._reading[page] = prefetch\n",
         new="            pass\n",
         test=PREFETCH_TESTS + "test_equal_pages_are_read_once",
     ),
@@ -200,8 +203,8 @@ MUTANTS: Final = [
         rule="§10.7",
         harm="what comes to storage later is never found",
         file=PREFETCH,
-        old="        self._io.suspect(corrupt)\n",
-        new="        self._io.suspect(wrong)\n",
+        old="        self._io.suspect(call.component, corrupt)\n",
+        new="        self._io.suspect(call.component, page_keys[call.num_good :])\n",
         test=PREFETCH_TESTS + "test_a_miss_is_not_remembered",
     ),
     # What is kept, and what is believed to be.
@@ -210,8 +213,11 @@ MUTANTS: Final = [
         rule="§10.4",
         harm="what is kept cannot be reached when a write ends half way",
         file=BACKUP,
-        old="            if missing and not self._writes:",
-        new="            missing = missing[::-1]\n            if missing and not self._writes:",
+        old="            if missing and not self._writes[BASE]:",
+        new=(
+            "            missing = missing[::-1]\n"
+            "            if missing and not self._writes[BASE]:"
+        ),
         test=BACKUP_TESTS + "test_pages_are_written_from_the_root",
     ),
     Mutant(
@@ -255,7 +261,7 @@ MUTANTS: Final = [
         rule="§10.3",
         harm="a page that was spoilt once is a miss for ever",
         file=BACKUP,
-        old="            if not is_there or self._io.is_suspect(key)\n",
+        old="            if not is_there or self._io.is_suspect(component, key)\n",
         new="            if not is_there\n",
         test=BACKUP_TESTS + "test_what_storage_has_wrong_is_replaced",
     ),
@@ -264,7 +270,7 @@ MUTANTS: Final = [
         rule="§10.3",
         harm="a store that leaves what it has keeps the wrong page for ever",
         file=BACKUP,
-        old="        if wrong and self._writes:\n",
+        old="        if wrong and self._writes[component]:\n",
         new="        if False:\n",
         test=BACKUP_TESTS + "test_what_storage_has_wrong_is_replaced",
     ),

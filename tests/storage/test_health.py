@@ -670,7 +670,7 @@ async def test_no_secret_is_shown(
                 await r.cache.storage.detach()
                 await r.cache.storage.attach(r.config)
             if op == "delete":
-                r.cache._controller.storage.io.suspect(store.pages_of(seq("B", 32)))  # type: ignore[union-attr]
+                r.cache._controller.storage.io.suspect(0, store.pages_of(seq("B", 32)))  # type: ignore[union-attr]
             wipe(r)
             with r.cache.prefetch(A) as handle:
                 await handle.wait()

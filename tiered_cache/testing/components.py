@@ -17,6 +17,7 @@ Owns: what every component must do. Refuses to know: what its state is.
 from __future__ import annotations
 
 import gc
+import random
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -266,6 +267,21 @@ class ComponentTests(ABC):
         for part in zip(*answers, strict=True):
             assert list(part) == sorted(part)
         assert component.deepest_boundary([], 0, 0, True) == 0
+
+    def test_what_is_restorable(self) -> None:
+        """§10.5: a prefix may end where the pages that it needs are all there, whoever has them."""
+        rng = random.Random(0)
+        scene = self.scene()
+        component, ends = self.component(scene), self.ends()
+        needed = {depth: list(self.needed(depth, self.page_size)) for depth in ends}
+        for depth in ends:
+            assert list(component.pages_needed(depth)) == needed[depth]
+        for _ in range(50):
+            share = rng.random()
+            there = np.array([rng.random() < share for _ in ends], np.bool_)
+            for count in range(len(ends) + 1):
+                wanted = [all(there[page] for page in needed[depth]) for depth in ends[:count]]
+                assert component.restorable(there[:count]).tolist() == wanted
 
     def test_a_match_changes_nothing_but_ages(self) -> None:
         """§3.8: whatever is looked for, and however often."""

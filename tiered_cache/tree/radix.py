@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from tiered_cache.observe import Observer
+    from tiered_cache.tree.components.base import Flags
     from tiered_cache.tree.plans import Piece
 
 DEVICE: Final = Tier.DEVICE  # looking an enum member up costs as much as a tree step
@@ -872,7 +873,10 @@ class RadixTree:
 
     def believe_span_stored(self, node: Node, start: int, component: int) -> None:
         """Storage has a component's pages from `start`, where a node begins, to the end of
-        `node`."""
+        `node`; of one with states the state there."""
+        if not self.components[component].is_per_page:
+            self.believe_stored(node, component, True)
+            return
         current: Node | None = node
         while current is not None and current.parent is not None and current.start >= start:
             self.believe_stored(current, component, True)
@@ -890,6 +894,17 @@ class RadixTree:
     def forget_path_stored(self, boundary: Boundary, depth: int) -> EvictResult:
         """The same of the path to `boundary`."""
         return self._forget_path(self._path_to(self.cut(boundary)), depth)
+
+    def disbelieve(self, key: RadixKey, component: int, pages: Sequence[int]) -> None:
+        """Storage lacks these pages of `key`, by number, of another component than the base: there
+        is a tombstone, and nothing else is lost."""
+        path, _ = self._known(key, len(key) - len(key) % self.page_size)
+        lost, size = np.asarray(pages), self.page_size
+        for node in path:
+            if node.data[component].stored:
+                first, last = self.components[component].part_start(node) // size, node.end // size
+                if ((first <= lost) & (lost < last)).any():
+                    self.believe_stored(node, component, False)
 
     def believed_length(self, key: RadixKey) -> int:
         """Tokens of `key` that some tier has, storage by belief."""
@@ -981,6 +996,30 @@ class RadixTree:
                 assert node.page_keys is not None, "the caller has hashed them"
                 keys += node.page_keys[max(0, start - node.start) // self.page_size :]
         return keys
+
+    def base_boundary(self, key: RadixKey, length: int) -> Boundary:
+        """How far device and host have the base of `key[:length]`, whatever other components say.
+        Dates nothing."""
+        path, depth = self._walk(self.root, key, key.data, length - length % self.page_size)
+        return Boundary(path[-1], depth) if path else Boundary(self.root, 0)
+
+    def presence(self, key: RadixKey, length: int) -> list[Flags]:
+        """Per component, which pages of `key[:length]` are on device or host, be they in reach or
+        not (a state: at the page that it ends)."""
+        size = self.page_size
+        there = [np.zeros(length // size, np.bool_) for _ in self.components]
+        path, depth = self._known(key, length - length % size)
+        for node in path:
+            stop = min(node.end, depth)
+            for component in self.components:
+                data, flags = node.data[component.index], there[component.index]
+                if data.value is None and data.host_value is None:
+                    continue
+                if component.is_per_page:
+                    flags[node.start // size : stop // size] = True
+                elif stop == node.end:
+                    flags[stop // size - 1] = True
+        return there
 
     def is_on_device(self, node: Node, depth: int) -> bool:
         """Whether the path to `node` is on the device up to `depth`, where one of its nodes

@@ -8,10 +8,11 @@ with the seeds' names where the concept remains.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
 
 import numpy as np
 from numpy import frombuffer
+from numpy.typing import NDArray
 
 from tiered_cache.observe import Event, EventKind
 from tiered_cache.tree.plans import Piece
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from tiered_cache.types import InsertParams, InsertResult
 
 INT32: Final = np.dtype(np.int32)
+
+Flags: TypeAlias = NDArray[np.bool_]
+"""A yes or no for each page of a prefix."""
 
 NO_PAGES: Final[PageIds] = np.frombuffer(b"", INT32)
 
@@ -212,6 +216,24 @@ class TreeComponent(ABC):
     def needed_from(self, depth: int) -> int:
         """The first token whose state is needed to compute what follows `depth`."""
         return 0
+
+    def pages_needed(self, depth: int) -> range:
+        """The pages, by number, that a prefix of `depth` tokens needs of this component: it may end
+        where they are all there. Of a state, the page that it ends. The rule of `deepest_boundary`,
+        of pages that no node stands for yet."""
+        size = self.page_size
+        first = self.needed_from(depth) // size if self.is_per_page else depth // size - 1
+        return range(max(0, first), depth // size)
+
+    def restorable(self, there: Flags) -> Flags:
+        """Per page, whether a prefix may end behind it, where `there` says which pages there are.
+
+        Says the same as `pages_needed`, of all depths at once.
+        """
+        size, gone = self.page_size, np.concatenate(([0], np.cumsum(~there)))
+        needed = [self.pages_needed((page + 1) * size) for page in range(len(there))]
+        legal: Flags = np.array([gone[pages.stop] == gone[pages.start] for pages in needed], bool)
+        return legal
 
     # --- split ------------------------------------------------------------------------------------
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
 from tiered_cache.errors import StaleError, stale_prefix
 from tiered_cache.observe import EventKind
 from tiered_cache.tree.components.base import (
@@ -24,6 +26,7 @@ from tiered_cache.types import PageIds, Tier
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from tiered_cache.tree.components.base import Flags
     from tiered_cache.tree.node import Node
     from tiered_cache.tree.radix import RadixTree
     from tiered_cache.types import InsertParams, InsertResult
@@ -116,6 +119,11 @@ class FullComponent(TreeComponent):
             leaves.touch(parent)
         if self.observers.listening:
             self.tell(EventKind.STORED, DEVICE, leaf)
+
+    # --- request ----------------------------------------------------------------------------------
+
+    def restorable(self, there: Flags) -> Flags:
+        return np.logical_and.accumulate(there)
 
     # --- split ------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from tiered_cache.types import NO_PAGE, Tier
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from tiered_cache.tree.components.base import Flags
     from tiered_cache.tree.node import Node
     from tiered_cache.types import InsertParams, InsertResult, PageIds
 
@@ -123,6 +124,9 @@ class MambaComponent(SparseComponent):
 
     def needed_from(self, depth: int) -> int:
         return depth
+
+    def restorable(self, there: Flags) -> Flags:
+        return there
 
     # --- split ------------------------------------------------------------------------------------
 

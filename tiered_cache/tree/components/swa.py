@@ -17,6 +17,7 @@ from tiered_cache.types import NO_PAGE, Tier
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from tiered_cache.tree.components.base import Flags
     from tiered_cache.tree.node import Node
     from tiered_cache.types import InsertParams, InsertResult, PageIds
 
@@ -176,6 +177,14 @@ class SWAComponent(SparseComponent):
 
     def needed_from(self, depth: int) -> int:
         return max(0, self._floor(depth - self.window))
+
+    def restorable(self, there: Flags) -> Flags:
+        size = self.page_size
+        gone = np.concatenate(([0], np.cumsum(~there)))  # before each page end
+        ends = np.arange(size, (len(there) + 1) * size, size)
+        tops = np.maximum(0, ends - self.window) // size  # as `needed_from`
+        legal: Flags = gone[1:] == gone[tops]
+        return legal
 
     # --- split ------------------------------------------------------------------------------------
 

@@ -89,8 +89,9 @@ class Backups:
                 is_end = False
             node = node.parent
         for end in reversed(ends):
-            self._used.add(end)
             self._enqueue(end)
+            if end in self._queued:
+                self._used.add(end)
 
     def _enqueue(self, node: Node) -> None:
         if node in self._queued or self._is_closed:

@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import random
+from collections.abc import Iterator
 from typing import Any, Final
+from unittest import mock
 
 import pytest
 
@@ -21,10 +25,10 @@ from tests.hybrid_helpers import (
     wipe_parts,
 )
 from tests.lease_helpers import Rig, seq, start, turns
-from tests.storage_helpers import Store, keep, prefetched, wipe
+from tests.storage_helpers import Store, keep, on_virtual_clock, prefetched, wipe
 from tests.test_hybrid_leases import requests_in_random_order
 from tests.tier_helpers import until
-from tiered_cache import backup_parts, prefetch
+from tiered_cache import backup, backup_parts, prefetch
 from tiered_cache.storage.backend import ReadResult, WriteResult
 from tiered_cache.testing.faulty_backend import CallGate, flipped
 
@@ -350,6 +354,17 @@ async def test_a_result_is_held_with_its_parts(stack: str) -> None:
         r.check()
 
 
+@contextlib.contextmanager
+def small_calls(num_bytes: int) -> Iterator[None]:
+    """One call reads or writes no more than so many bytes, or a page."""
+    with (
+        mock.patch.object(prefetch, "READ_BYTES", num_bytes),
+        mock.patch.object(backup, "WRITE_BYTES", num_bytes),
+        mock.patch.object(backup_parts, "WRITE_BYTES", num_bytes),
+    ):
+        yield
+
+
 # --- one at a time, and each part once ------------------------------------------------------------
 
 
@@ -373,11 +388,13 @@ async def test_equal_parts_are_read_once(stack: str) -> None:
 
 
 @each_stack
-async def test_small_calls(stack: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_small_calls(stack: str) -> None:
     """A window that takes several reads and writes is whole in the end."""
-    monkeypatch.setattr(prefetch, "READ_BYTES", 1)
-    monkeypatch.setattr(backup_parts, "WRITE_BYTES", 1)
-    monkeypatch.setattr("tiered_cache.backup.WRITE_BYTES", 1)
+    with small_calls(1):
+        await of_small_calls(stack)
+
+
+async def of_small_calls(stack: str) -> None:
     async with hybrid_tiers(stack) as (r, store):
         await keep(r, A)
         assert kept(r, store, "full", A) == "S" * 12
@@ -588,3 +605,56 @@ async def test_many_requests_over_three_tiers(stack: str, seed: int, policy: str
             await keep(r, A)
             most = min(48, rows // 2 * P)  # of the base; windows have room for one
             assert await r.serve([*A, 1]) == usable(r, store, stack, A, limit=most)
+
+
+@pytest.mark.parametrize("seed", range(10))
+@each_stack
+@on_virtual_clock
+async def test_slow_storage_in_any_order(stack: str, seed: int) -> None:
+    """Requests, prefetches that are given up, evictions, splits and resets while calls take their
+    time: what is computed with is right, nobody waits for ever, and nothing leaks."""
+    chance = random.Random(f"{stack} {seed}")
+    rows, pages = chance.choice([16, 32, 80]), chance.choice([40, 80])
+    storage = {"prefetch": {"threshold": 0, "policy": "wait_complete", "result_ttl": 2.0}}
+    how: dict[str, Any] = {"storage": storage, "host": {"write_policy": "write_through"}}
+    with small_calls(chance.choice([1, 8192, 1 << 20])):
+        async with hybrid_tiers(stack, pages, rows, **how) as (r, store):
+            for op in ("contains", "read", "write"):
+                store.fault(op, delay=0.3, at="before")  # type: ignore[arg-type]
+                store.fault(op, delay=0.2, at="inside")  # type: ignore[arg-type]
+            trunks = [seq(name, 64) for name in "ABC"]
+
+            def some() -> list[int]:
+                trunk = chance.choice(trunks)[: chance.randrange(1, 60)]
+                return [*trunk, *[chance.randrange(1, 3) for _ in range(chance.randrange(8))]]
+
+            async def request() -> None:
+                await asyncio.sleep(chance.random() * 3)
+                async with r.cache.lease(some(), reserve=4) as lease:
+                    while chunk := await lease.next_chunk(chance.randrange(1, 24)):
+                        await lease.run(r.model, chunk)
+                        lease.commit(chunk)
+                        await asyncio.sleep(chance.random() * 0.2)
+
+            async def ask() -> None:
+                await asyncio.sleep(chance.random() * 3)
+                with r.cache.prefetch(some()) as handle:
+                    await handle.wait(timeout=chance.choice([None, 0.1, 0.6, 1.0]))
+                    await asyncio.sleep(chance.random())
+
+            async def disturb() -> None:
+                for _ in range(8):
+                    await asyncio.sleep(chance.random() * 0.5)
+                    chance.choice([wipe, wipe_parts, Rig.check, Rig.spoil_free_pages])(r)
+
+            for _ in range(6):
+                async with asyncio.TaskGroup() as group:
+                    for _ in range(3):
+                        group.create_task(request())
+                        group.create_task(ask())
+                    group.create_task(disturb())
+                r.check()
+                if chance.random() < 0.1:
+                    r.cache.reset()
+            await r.cache.drain()
+            at_rest(r)

@@ -1140,7 +1140,11 @@ class Lease:
         faults = []
         if self.receipt.depth != self.committed:
             faults.append(f"{self!r} holds [0, {self.receipt.depth}) and says {self.committed}")
-        canonical = self._controller.tree.pages(Boundary(self.receipt.node, self.receipt.depth))
+        canonical = list(
+            self._controller.tree.pages(Boundary(self.receipt.node, self.receipt.depth))
+        )
+        if self._parts is not None:
+            self._parts.show_held(canonical, self.receipt)
         for theirs, ours in zip(canonical, self.table.ids, strict=True):
             ours = ours[: len(theirs)]
             is_named = ours != NO_PAGE  # what is not held of a window is not named
@@ -1226,7 +1230,7 @@ class Lease:
             self._promised = 0
         self._closed = True
         if self._parts is not None and self.epoch == controller.epoch:
-            self._parts.settle(is_closed=True)
+            self._parts.close()
         if self._load is not None:
             if self._is_using_load:
                 self._deferred = 0  # it stands on pages that may never come

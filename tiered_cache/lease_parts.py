@@ -16,7 +16,7 @@ import numpy as np
 
 from tiered_cache.errors import StaleError
 from tiered_cache.tree.components.base import NO_PAGES
-from tiered_cache.types import NO_PAGE
+from tiered_cache.types import NO_PAGE, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -85,6 +85,18 @@ class LeasePart(ABC):
         top = receipt.parts[self.index] if receipt.parts[self.index] is not None else receipt.depth
         self._ids[: self._first_held(receipt, top) // self._size] = NO_PAGE
 
+    def in_tree(self, receipt: Receipt) -> PageIds:
+        """What the tree has of what `receipt` holds, by page: a node of a window is held whole, and
+        a split in between leaves both halves held."""
+        pages = np.full(receipt.depth // self._size, NO_PAGE, np.int32)
+        part = receipt.parts[self.index]
+        if part is not None:
+            for node in self._component.held(receipt.node, Tier.DEVICE, part):
+                value, last = node.data[self.index].value, node.end // self._size
+                if value is not None:
+                    pages[last - len(value) : last] = value
+        return pages
+
     @abstractmethod
     def _first_held(self, receipt: Receipt, top: int) -> int: ...
 
@@ -104,10 +116,6 @@ class LeasePart(ABC):
 
     def fallback(self, depth: int) -> int:
         """The deepest place up to `depth`, which is computed, that the lease can go on from."""
-        return depth
-
-    def safe_depth(self, depth: int) -> int:
-        """Where a lease that has computed up to `depth` goes on if its next run fails."""
         return depth
 
     def cut(self, depth: int) -> PageIds:
@@ -268,7 +276,9 @@ class StatePart(LeasePart):
         known = [self._origin_depth, self._kept_depth, self._slot_depth]
         return max(at for at in known if at <= depth)
 
-    def safe_depth(self, depth: int) -> int:
+    @property
+    def safe_depth(self) -> int:
+        """Where the lease goes on if its next run fails."""
         return max(self._origin_depth, self._kept_depth)
 
     def cut(self, depth: int) -> PageIds:
@@ -311,7 +321,7 @@ class LeaseParts:
         num_pages: of the lease, prompt and reserve.
     """
 
-    __slots__ = ("_accounts", "_all", "_num_pages", "_states", "_windows")
+    __slots__ = ("_accounts", "_all", "_is_closed", "_num_pages", "_states", "_windows")
 
     def __init__(
         self,
@@ -322,6 +332,7 @@ class LeaseParts:
     ) -> None:
         self._accounts = accounts
         self._num_pages = num_pages
+        self._is_closed = False
         given = table, accounts
         self._windows = [WindowPart(part, *given) for part in components if part.is_per_page]
         self._states = [StatePart(part, *given) for part in components if not part.is_per_page]
@@ -349,10 +360,15 @@ class LeaseParts:
                 return part.unspent(self._num_pages)
         return None
 
-    def settle(self, *, is_closed: bool = False) -> None:
+    def close(self) -> None:
+        """The lease takes no more, though a run of it may still end, or publish."""
+        self._is_closed = True
+        self.settle()
+
+    def settle(self) -> None:
         """Bring the accounts in line with what is unspent."""
         for part in self._all:
-            unspent = 0 if is_closed else part.unspent(self._num_pages)
+            unspent = 0 if self._is_closed else part.unspent(self._num_pages)
             self._accounts.promise(unspent - part.promised, part.index)
             part.promised = unspent
 
@@ -408,6 +424,11 @@ class LeaseParts:
         self.held(receipt)
         self.settle()
 
+    def show_held(self, pages: list[PageIds], receipt: Receipt) -> None:
+        """For proofs: of these components, what the tree has of what `receipt` holds."""
+        for part in self._all:
+            pages[part.index] = part.in_tree(receipt)
+
     # --- runs -------------------------------------------------------------------------------------
 
     def prepare_run(self, start: int) -> list[StateCopy]:
@@ -433,9 +454,9 @@ class LeaseParts:
     def leave_behind(self, own_from: int, depth: int, ends: Sequence[int]) -> None:
         """Pages go home that neither what follows `depth` needs, nor what follows one of `ends`,
         nor what is computed again when the next run fails (semantics §11.6)."""
-        depth = min(part.safe_depth(depth) for part in self._all)
+        safe = [part.safe_depth for part in self._states]
         for part in self._windows:
-            self._free(part, part.left_behind(own_from, depth, ends))
+            self._free(part, part.left_behind(own_from, depth, (*ends, *safe)))
 
     def cut(self, depth: int) -> None:
         """What follows `depth` is dropped, and the table cut by its owner."""
@@ -443,9 +464,11 @@ class LeaseParts:
             self._free(part, part.cut(depth))
 
     def drop(self) -> None:
-        """The lease has given all of it back."""
+        """The lease has given all of it back, or a reset has forgotten it: as it was before."""
+        self._is_closed = False
         for part in self._all:
             part.drop()
+            part.promised = 0
 
     # --- looking ----------------------------------------------------------------------------------
 

@@ -72,10 +72,10 @@ class StackShape:
             if window:
                 fewest = _footprint(window, chunk_tokens, page_size, device_pages)
                 device.append(draws.randint(fewest, device_pages))
-                host.append(draws.randint(min(4, host_pages), host_pages))
+                host.append(draws.randint(4, host_pages))
             else:
                 device.append(draws.choice((1, 2, 2, 3, 4, 6)))
-                host.append(draws.choice((1, 2, 4, 8, 16)))
+                host.append(draws.choice((1, 2, 8, 8, 16, 16)))
         return cls(
             names=names,
             windows=windows,

@@ -151,7 +151,7 @@ class Shape:
     def with_stack(self, draws: random.Random) -> Shape:
         """The same with windows and states: longer prompts, that a window is short of."""
         device_pages = draws.choice((10, 12, 14, 16))
-        host_pages = self.host_pages + device_pages - self.device_pages
+        host_pages = max(4, self.host_pages + device_pages - self.device_pages)
         stack = StackShape.drawn(draws, self.page_size, device_pages, host_pages)
         return replace(self, device_pages=device_pages, host_pages=host_pages, stack=stack)
 
@@ -681,7 +681,13 @@ class Schedule:
                 lease.finish()
             elif choice < 0.12:
                 break
-            chunk = await lease.next_chunk(draws.choice((3, 2 * self.page_size, 100, 100)))
+            try:
+                chunk = await lease.next_chunk(draws.choice((3, 2 * self.page_size, 100, 100)))
+            except CapacityError:  # a failed run has cost it pages beyond its reserve
+                assert schedule_stacks.states_of(lease), lease
+                assert len(lease) > lease._admitted_len, lease
+                self.meet("growth refused")
+                break
             if chunk is not None:
                 self._check_chunk(lease, chunk)
                 await self._compute(lease, chunk)
@@ -755,12 +761,12 @@ class Schedule:
                 await self._pipeline(lease, chunk, model)
             else:
                 await lease.run(model, chunk)
-            if how in ("commits", "launches", "pipelines"):
-                await self._commit(lease, chunk, launch)
             if self.stack is not None and not self._is_stale(lease):
                 self.meet("windows given up behind", schedule_stacks.has_left_behind(lease))
                 kept = [part._kept_depth >= 0 for part in schedule_stacks.states_of(lease)]
                 self.meet("states kept", any(kept))
+            if how in ("commits", "launches", "pipelines"):
+                await self._commit(lease, chunk, launch)
         except LoadFailed:
             self.meet("runs that a load has failed under")
         except ModelError:
@@ -800,7 +806,13 @@ class Schedule:
         try:
             await asyncio.sleep(0)
             if chunk.stop < len(lease) and lease.frontier == chunk.stop:
-                second = await lease.next_chunk(self.page_size)
+                second = None
+                try:
+                    second = await lease.next_chunk(self.page_size)
+                except CapacityError:  # a window's pages go home when the first has ended
+                    assert lease.is_running, lease
+                    assert self.stack is not None, lease
+                    self.meet("queued chunks that a window had no room for")
                 if second is not None:
                     self._check_chunk(lease, second)
                     await lease.ready()

@@ -695,6 +695,7 @@ class Lease:
             mine = [chunk.stop for chunk in chunks if chunk.lease is self]
             if mine and touched is not None:
                 self._parts.run_ended(max(mine) if computed else -1, was_touched=touched)
+                self.settle_promise()  # others may follow, and what is void is spare to nobody
         running = list(self._running)
         has_failed = self._load is not None and self._load.has_failed
         for chunk in chunks:

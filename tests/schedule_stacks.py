@@ -235,3 +235,13 @@ def is_complete(lease: Any) -> bool:
         for ids, component in zip(lease.table.ids, lease._controller.tree.components, strict=True)
         if component.index != BASE
     )
+
+
+def may_lack_room(lease: Lease) -> bool:
+    """Whether a lease may find no room although no run of it is under way: a run that failed has
+    cost it pages beyond its reserve, or others hold what it held of a window with them."""
+    if lease._parts is None:
+        return False
+    num_pages, parts = lease._parts._num_pages, lease._parts._windows
+    is_short = any(part.promised < part.unspent(num_pages) for part in parts)
+    return is_short or (bool(states_of(lease)) and len(lease) > lease._admitted_len)

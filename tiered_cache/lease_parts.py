@@ -42,7 +42,8 @@ class LeasePart(ABC):
 
     Attributes:
         index: of the component.
-        promised: of `unspent`, what the accounts know.
+        promised: of `unspent`, what there was room to promise: pages of the tree that it holds
+            with others are not spare when it lets go of them, so it may be less for a while.
     """
 
     __slots__ = ("_accounts", "_component", "_table", "index", "promised")
@@ -143,14 +144,25 @@ class LeasePart(ABC):
 class WindowPart(LeasePart):
     """Pages of a window: as many as the window, a chunk and one more, however long the prompt."""
 
-    __slots__ = ()
+    __slots__ = ("_committed",)
+
+    def __init__(self, component: TreeComponent, table: PageTable, accounts: PageAccounts) -> None:
+        super().__init__(component, table, accounts)
+        self.drop()
+
+    def drop(self) -> None:
+        self._committed = 0  # in pages
 
     def unspent(self, num_pages: int) -> int:
-        used = self._table.num_pages
-        held = int(np.count_nonzero(self._ids[:used] != NO_PAGE))
-        return max(0, min(num_pages - used, self._component.footprint(num_pages) - held))
+        """What it may take again, too: after a run that came to nothing, or a truncation, pages
+        that it has left behind are computed once more; but never what is committed."""
+        is_held = self._ids[: self._table.num_pages] != NO_PAGE
+        to_come = num_pages - self._committed - int(np.count_nonzero(is_held[self._committed :]))
+        held = int(np.count_nonzero(is_held))
+        return max(0, min(to_come, self._component.footprint(num_pages) - held))
 
     def _first_held(self, receipt: Receipt, top: int) -> int:
+        self._committed = receipt.depth // self._size
         return top
 
     def fallback(self, depth: int) -> int:
@@ -354,10 +366,10 @@ class LeaseParts:
         return [(part.index, part.need(self._num_pages, depth, would_hold)) for part in self._all]
 
     def unspent(self, index: int) -> int | None:
-        """Ids of a component that the lease may still take; None: it is none of these."""
+        """Ids of a component that the lease is promised; None: it is none of these."""
         for part in self._all:
             if part.index == index:
-                return part.unspent(self._num_pages)
+                return part.promised
         return None
 
     def close(self) -> None:
@@ -369,23 +381,20 @@ class LeaseParts:
         """Bring the accounts in line with what is unspent."""
         for part in self._all:
             unspent = 0 if self._is_closed else part.unspent(self._num_pages)
-            self._accounts.promise(unspent - part.promised, part.index)
-            part.promised = unspent
+            more = unspent - part.promised
+            if more > 0:
+                more = min(more, max(0, self._accounts.spare(part.index)))
+            self._accounts.promise(more, part.index)
+            part.promised += more
 
     def lacking(self, num_pages: int) -> list[tuple[int, int]]:
         """Per component, ids beyond the promise that so many more pages of the sequence take."""
-        return [
-            (part.index, max(0, num_pages - part.unspent(self._num_pages)))
-            for part in self._windows
-        ]
+        return [(part.index, max(0, num_pages - part.promised)) for part in self._windows]
 
     def num_pages_to_come(self) -> int:
         """How many more pages of the sequence there can be, of all that is promised or spare."""
         return min(
-            (
-                part.unspent(self._num_pages) + max(0, self._accounts.spare(part.index))
-                for part in self._windows
-            ),
+            (part.promised + max(0, self._accounts.spare(part.index)) for part in self._windows),
             default=sys.maxsize,
         )
 

@@ -4,7 +4,7 @@ loop.
 A schedule follows from its seed alone: the cache's shape, who comes when, what they do, which
 copies fail, hang or are late, when somebody resets, and in which order all of that happens. To see
 one again, step by step: `python -m tests.schedules SEED`. What a third tier adds, and what is
-proved of it, is in `schedule_storage`.
+proved of it, is in `schedule_storage`; what windows and states add, in `schedule_stacks`.
 
 What is proved on the way:
 
@@ -26,16 +26,17 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Any, Final
 from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
 
-from tests import storage_helpers
+from tests import schedule_stacks, storage_helpers
 from tests.lease_helpers import MODEL, settings
+from tests.schedule_stacks import Rule, StackShape
 from tests.schedule_storage import StorageShape, ThirdTier
 from tiered_cache import (
     AdmissionTimeout,
@@ -75,6 +76,9 @@ WRITE_POLICIES: Final = ("write_through", "write_through_selective", "write_back
 
 MAX_SECONDS: Final = 4_000
 """Of virtual time; more is taken for a schedule in which somebody waits for what nobody does."""
+
+STACK_SHARE: Final = 1 / 3
+"""Of the schedules without storage: so many have windows or states."""
 
 MAX_STEPS: Final = 60
 """More steps of one request are taken for one that never ends."""
@@ -116,6 +120,7 @@ class Shape:
     restarts: int
     """The cache is closed and another one opened so often; on the same storage, if there is one."""
     storage: StorageShape | None
+    stack: StackShape | None = None
 
     @classmethod
     def drawn(cls, draws: random.Random) -> Shape:
@@ -143,9 +148,23 @@ class Shape:
             storage=storage,
         )
 
+    def with_stack(self, draws: random.Random) -> Shape:
+        """The same with windows and states: longer prompts, that a window is short of."""
+        device_pages = draws.choice((10, 12, 14, 16))
+        host_pages = max(4, self.host_pages + device_pages - self.device_pages)
+        stack = StackShape.drawn(draws, self.page_size, device_pages, host_pages)
+        return replace(self, device_pages=device_pages, host_pages=host_pages, stack=stack)
+
     @property
     def job_bytes(self) -> int:
+        if self.stack is not None:
+            return self.job_pages * self.page_size * schedule_stacks.TOKEN_STATE_BYTES
         return self.job_pages * self.page_size * TOKEN_STATE_BYTES
+
+    @property
+    def most_pages(self) -> int:
+        """Of a prompt."""
+        return min(6 if self.stack is None else 9, self.device_pages - 1)
 
     def config(self) -> Any:
         return _config(
@@ -157,6 +176,7 @@ class Shape:
             self.threshold,
             self.run_threads,
             self.storage,
+            self.stack,
         )
 
 
@@ -170,19 +190,26 @@ def _config(
     threshold: int,
     threads: int,
     storage: StorageShape | None,
+    stack: StackShape | None,
 ) -> Any:
-    third = {}
+    third: dict[str, Any] = {}
     if storage is not None:
         third = {"storage": storage.section(page_size), "model": storage_helpers.MODEL}
+    device: dict[str, Any] = {"tokens": pages * page_size, "eviction_policy": policy}
+    host: dict[str, Any] = {
+        "tokens": host_pages * page_size,
+        "write_policy": write_policy,
+        "eviction_policy": policy,
+        "load_back_threshold": threshold,
+    }
+    if stack is not None:
+        device["ratio"] = stack.ratio(stack.device, pages)
+        host["ratio"] = stack.ratio(stack.host, host_pages)
+        third["model"] = stack.model()
     return settings(
         page_size=page_size,
-        device={"tokens": pages * page_size, "eviction_policy": policy},
-        host={
-            "tokens": host_pages * page_size,
-            "write_policy": write_policy,
-            "eviction_policy": policy,
-            "load_back_threshold": threshold,
-        },
+        device=device,
+        **({"host": host} if stack is None or stack.has_host else {}),
         run_threads=threads,
         **{"model": MODEL, **third},
     )
@@ -203,8 +230,11 @@ class Slots:
 class Guarded:
     """An allocator whose free pages are overwritten, and must stay so until they are taken."""
 
-    def __init__(self, inner: PageAllocator, oracle: ByteOracle, *, on_host: bool) -> None:
+    def __init__(
+        self, inner: PageAllocator, oracle: ByteOracle, component: str, *, on_host: bool
+    ) -> None:
         self._inner = inner
+        self._component = component
         self._oracle = oracle
         self._on_host = on_host
         self.capacity = inner.capacity
@@ -217,7 +247,7 @@ class Guarded:
     def allocate(self, num_pages: int) -> PageIds | None:
         ids = self._inner.allocate(num_pages)
         if ids is not None:
-            self._oracle.verify_spoilt("full", ids, on_host=self._on_host)
+            self._oracle.verify_spoilt(self._component, ids, on_host=self._on_host)
         return ids
 
     def free(self, ids: PageIds) -> None:
@@ -233,10 +263,10 @@ class Guarded:
 
     def verify(self) -> None:
         """Nobody has written to a free page."""
-        self._oracle.verify_spoilt("full", self._inner.free_ids(), on_host=self._on_host)
+        self._oracle.verify_spoilt(self._component, self._inner.free_ids(), on_host=self._on_host)
 
     def _spoil(self, ids: PageIds) -> None:
-        self._oracle.spoil("full", ids, on_host=self._on_host)
+        self._oracle.spoil(self._component, ids, on_host=self._on_host)
 
 
 class LayerReader:
@@ -320,17 +350,24 @@ class Schedule:
         self.loop = loop
         self.draws = loop.random
         self.shape = Shape.drawn(self.draws)
+        # Of their own, so that the other schedules are what they would be without these.
+        stack_draws = random.Random(f"stack {loop.seed}")
+        if self.shape.storage is None and stack_draws.random() < STACK_SHARE:
+            self.shape = self.shape.with_stack(stack_draws)
+        self.stack = self.shape.stack
         self.page_size = self.shape.page_size
         self.met: Counter[str] = Counter()
         self.faults: list[str] = []
         self.unwritten: set[int] = set()
         """Device pages that were published before they are written."""
         self._published: set[tuple[str, bytes]] = set()
+        self._ends: set[tuple[str, bytes]] = set()
+        """Of these, to where somebody has published."""
         """By this cache since its last reset; `known`: by any, ever."""
         self.known: set[tuple[str, bytes]] = set()
         self._closed: list[UnifiedRadixCache] = []
         self._models: list[OracleModel] = []
-        self._dropped_before = 0
+        self._dropped_before = self._evicted_before = 0
         self._actors: list[asyncio.Task[None]] = []
         self._cancelled: set[asyncio.Task[None]] = set()
         self._background: set[asyncio.Task[None]] = set()
@@ -393,6 +430,7 @@ class Schedule:
         self.oracle = ByteOracle(self.cache)
         self.model = OracleModel(self.oracle)
         self._models.append(self.model)
+        self._rule = Rule(self.cache)
         self.unwritten = set()
         self.forget()
         self._guard()
@@ -413,7 +451,7 @@ class Schedule:
 
     async def _bursts(self) -> None:
         draws = self.draws
-        longest = min(7, self.shape.device_pages - 1) * self.page_size
+        longest = min(self.shape.most_pages + 1, self.shape.device_pages - 1) * self.page_size
         families = [_tokens(name, longest) for name in range(draws.choice((2, 3)))]
         operators = [self.loop.create_task(self._operate())]
         if self.third:
@@ -456,15 +494,21 @@ class Schedule:
                 task.result()
 
     def _length(self) -> int:
-        most = min(6, self.shape.device_pages - 1)
-        return self.draws.randint(2 * self.page_size, most * self.page_size)
+        return self.draws.randint(2 * self.page_size, self.shape.most_pages * self.page_size)
 
     async def _demote(self) -> None:
         """As an engine that needs the device for something else, for a moment."""
         with contextlib.suppress(TimeoutError, ClosedError):
             async with asyncio.timeout(self.draws.choice((1, 10, 10))):
                 num_tokens = self.shape.device_pages * self.page_size
-                await self.cache.evict(EvictParams(num_tokens))
+                await self.cache.evict(self._to_evict(num_tokens))
+
+    def _to_evict(self, num_tokens: int) -> EvictParams:
+        """So many; sometimes of a window, or all states, alone."""
+        if self.stack is not None and self.draws.random() < 0.4:
+            of = self.draws.choice(self.stack.names)
+            return EvictParams(num_pages={of: -(-num_tokens // self.page_size)})
+        return EvictParams(num_tokens)
 
     async def _wipe_host(self) -> None:
         """What only storage has then must come from there."""
@@ -477,7 +521,9 @@ class Schedule:
 
     def _arrive(self, tokens: list[int], salt: str) -> None:
         draws = self.draws
-        works = [self._request] * 10 + [self._pair, self._engine, self._engine]
+        works = [self._request] * 10 + [self._pair]
+        if self.stack is None:
+            works += [self._engine] * 2
         if self.third:
             works += [self.third.prefetch] * 5
         work = draws.choice(works)
@@ -558,9 +604,12 @@ class Schedule:
                 self._granted(lease)
                 if before == self._num_lost():
                     wanted = match.best_length
-                    if match.host_hit_length < self.shape.threshold:
+                    if match.best_length - match.device_length < self.shape.threshold:
                         wanted = match.device_length
                     is_as_wanted = lease.prefix_len == wanted
+                    if self.stack is not None and "no room" in lease.why:
+                        self.meet("loads that had no room")
+                        is_as_wanted = match.device_length <= lease.prefix_len <= wanted
                     if self.third:  # which may have more
                         is_as_wanted = lease.prefix_len >= wanted
                     assert is_as_wanted, (lease, match, lease.why)
@@ -573,7 +622,8 @@ class Schedule:
         counters = self.controller.counters
         lost = (counters.pages_evicted_host, counters.tokens_dropped)
         # What storage has is not dropped when the device gives it up.
-        return (*lost, counters.pages_evicted) if self.third else lost
+        # Nor what it gives up of a window or a state.
+        return (*lost, counters.pages_evicted) if self.third or self.stack else lost
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -582,6 +632,7 @@ class Schedule:
         reserve = draws.choice((0, 0, 0, 3, 6))
         room = self.shape.device_pages * self.page_size - len(tokens)
         timeout = draws.choice((None, None, None, 0, 3))
+        rollback = draws.choice((0, 0, 3, 6)) if self.stack is not None else 0
         lease: Lease | None = None
         try:
             async with self.cache.lease(
@@ -592,6 +643,7 @@ class Schedule:
                 layerwise=draws.random() < 0.6,
                 timeout=timeout,
                 load_timeout=draws.choice((None, None, None, 0, 0.5, 1)),
+                rollback=rollback,
             ) as lease:
                 self._granted(lease)
                 await self._use(lease)
@@ -629,7 +681,12 @@ class Schedule:
                 lease.finish()
             elif choice < 0.12:
                 break
-            chunk = await lease.next_chunk(draws.choice((3, 2 * self.page_size, 100, 100)))
+            try:
+                chunk = await lease.next_chunk(draws.choice((3, 2 * self.page_size, 100, 100)))
+            except CapacityError:
+                assert schedule_stacks.may_lack_room(lease), lease
+                self.meet("growth refused")
+                break
             if chunk is not None:
                 self._check_chunk(lease, chunk)
                 await self._compute(lease, chunk)
@@ -665,14 +722,23 @@ class Schedule:
     def _truncate(self, lease: Lease) -> None:
         length = len(lease) - self.draws.randint(1, 5)
         is_legal = max(1, lease.committed) <= length
+        is_kept = length >= lease.computed
+        if not schedule_stacks.states_of(lease) and not lease.num_cuts:
+            is_kept |= length >= lease.computed - lease._rollback
+        before = lease.computed
         try:
             lease.truncate(length)
         except ValueError:
             is_coming = lease._is_using_load and length < lease._own_from * self.page_size
-            assert not is_legal or lease.is_running or is_coming
+            is_gone = self.stack is not None and not is_kept
+            assert not is_legal or lease.is_running or is_coming or is_gone
         else:
             assert is_legal
             self.meet("truncations")
+            if self.stack is not None:
+                assert lease.computed == min(before, length)
+                self.meet("truncations of what was computed", length < before)
+                schedule_stacks.prove_standing(self.oracle, lease)
 
     async def _compute(self, lease: Lease, chunk: Chunk) -> None:
         draws = self.draws
@@ -684,6 +750,9 @@ class Schedule:
         launch = None
         if how == "fails":
             model = _explode
+        elif self.stack is not None:
+            if how == "launches":  # nothing computes on after a run
+                model = partial(_fail_late, self.model)
         elif how == "launches" and model is self.model:
             model = launch = Launch(self, chunk)
         try:
@@ -691,12 +760,19 @@ class Schedule:
                 await self._pipeline(lease, chunk, model)
             else:
                 await lease.run(model, chunk)
+            if self.stack is not None and not self._is_stale(lease):
+                self.meet("windows given up behind", schedule_stacks.has_left_behind(lease))
+                kept = [part._kept_depth >= 0 for part in schedule_stacks.states_of(lease)]
+                self.meet("states kept", any(kept))
             if how in ("commits", "launches", "pipelines"):
                 await self._commit(lease, chunk, launch)
         except LoadFailed:
             self.meet("runs that a load has failed under")
         except ModelError:
-            pass
+            if schedule_stacks.states_of(lease) and not self._is_stale(lease):
+                is_back = lease.computed < chunk.start
+                self.meet("states restored after a failed run", how == "launches" and not is_back)
+                self.meet("failed runs that went back to a state", is_back)
         except StaleError:
             if self._is_stale(lease):
                 raise
@@ -724,7 +800,13 @@ class Schedule:
         try:
             await asyncio.sleep(0)
             if chunk.stop < len(lease) and lease.frontier == chunk.stop:
-                second = await lease.next_chunk(self.page_size)
+                second = None
+                try:
+                    second = await lease.next_chunk(self.page_size)
+                except CapacityError:  # a window's pages go home when the first has ended
+                    assert lease.is_running, lease
+                    assert self.stack is not None, lease
+                    self.meet("queued chunks that a window had no room for")
                 if second is not None:
                     self._check_chunk(lease, second)
                     await lease.ready()
@@ -836,9 +918,11 @@ class Schedule:
             if choice < 0.2:
                 await self.cache.drain()
             elif choice < 0.5:
-                await self.cache.evict_host(EvictParams(draws.randint(1, 4) * self.page_size))
+                if self.controller.host_pages is not None:
+                    num_tokens = draws.randint(1, 4) * self.page_size
+                    await self.cache.evict_host(self._to_evict(num_tokens))
             elif choice < 0.6:
-                await self.cache.evict(EvictParams(draws.randint(1, 4) * self.page_size))
+                await self.cache.evict(self._to_evict(draws.randint(1, 4) * self.page_size))
             elif choice < 0.8:
                 self.prove()
             else:
@@ -848,11 +932,10 @@ class Schedule:
     def _reset(self) -> None:
         if self.cache.closed or self.is_over:
             return
-        transfers = self.controller.transfers
-        assert transfers is not None
+        transfers = list(self.controller.transfers or ())
         self.meet("resets with transfers in flight", bool(transfers))
         self.meet("resets with storage calls in flight", bool(self._num_calls()))
-        self.note(f"reset with {list(transfers)}")
+        self.note(f"reset with {transfers}")
         self.cache.reset()
         self.forget()
         for pools in (self.cache.stats().pools, self.cache.stats().host):
@@ -861,7 +944,9 @@ class Schedule:
 
     def forget(self) -> None:
         self._published.clear()
+        self._ends.clear()
         self._dropped_before = self.controller.counters.tokens_dropped
+        self._evicted_before = self.controller.counters.pages_evicted
 
     # --- executors --------------------------------------------------------------------------------
 
@@ -894,21 +979,28 @@ class Schedule:
 
     def _guard(self) -> None:
         controller = self.controller
-        self._guards = []
+        self._guards: list[Guarded] = []
+        names = [str(component.id) for component in self.cache.tree.components]
         for pages, on_host in ((controller.accounts, False), (controller.host_pages, True)):
-            assert pages is not None
-            guard: Any = Guarded(pages.allocators[0], self.oracle, on_host=on_host)
-            pages.allocators = (guard,)
-            self._guards.append(guard)
+            if pages is None:
+                continue
+            guards: list[Any] = [
+                Guarded(allocator, self.oracle, name, on_host=on_host)
+                for allocator, name in zip(pages.allocators, names, strict=True)
+            ]
+            pages.allocators = tuple(guards)
+            self._guards += guards
 
     def _watch(self) -> None:
         """Count what the library's own counters do not."""
         controller, tree = self.controller, self.cache.tree
         transfers, policy = controller.transfers, controller.write_policy
-        assert transfers is not None
+        if transfers is None:
+            return
 
         def on_split(child: Any, depth: int) -> None:
-            self.meet("splits with a transfer pending", child.data[0].pending is not None)
+            is_pending = any(data.pending is not None for data in child.data)
+            self.meet("splits with a transfer pending", is_pending)
             if self.third:
                 self.third.note_split(child)
 
@@ -917,11 +1009,15 @@ class Schedule:
 
         def on_commit(transfer: Any) -> None:
             batch = transfer.batch
+            arrived_any = transfer.num_moved > 0
             arrived = 0 < transfer.num_moved < transfer.num_pages
             self.meet(f"{transfer.kind}s that arrived in part", arrived)
             is_lost = not transfer.num_moved and batch.num_pages_done > 0
             self.meet("loads whose path did not come", is_lost and not transfer.by_layer)
             self.meet("layer-wise loads", transfer.by_layer)
+            if transfer.component != BASE and transfer.kind == "load":
+                is_window = tree.components[transfer.component].is_per_page
+                self.meet("loads of a window" if is_window else "loads of a state", arrived_any)
 
         def on_stale(transfer: Any) -> None:
             self.meet(f"{transfer.kind}s that a reset came before")
@@ -970,6 +1066,8 @@ class Schedule:
         size, salt = self.page_size, key.namespace.cache_salt
         pages = [(salt, key.data[: stop * 8]) for stop in range(size, request.committed + 1, size)]
         self._published.update(pages)
+        if self.stack is not None and schedule_stacks.is_complete(request):
+            self._ends.update(pages[-1:])
         if self.third and pages and pages[-1] not in self.known:
             self.third.note_published(salt, pages[-1][1])
         self.known.update(pages)
@@ -1009,10 +1107,35 @@ class Schedule:
             )
         for lease in self.controller.all_leases():
             if not lease.closed and not self._is_stale(lease):
-                prove_lease(self.oracle, lease, self.unwritten)
+                if self.stack is not None:
+                    schedule_stacks.prove_standing(self.oracle, lease)
+                else:
+                    prove_lease(self.oracle, lease, self.unwritten)
         if self.third:
             self.third.prove()
-        self._prove_found()
+        if self.stack is not None:
+            self._prove_matches()
+        else:
+            self._prove_found()
+
+    def _prove_matches(self) -> None:
+        """A match ends where the rule by pages says; and while nothing was evicted, whatever
+        somebody has published to is there."""
+        if self.cache.closed or not self._published:
+            return
+        draws = self.draws
+        for salt, data in draws.sample(sorted(self._published), 1):
+            tokens = [*np.frombuffer(data, np.int64).tolist(), *_tokens(90, draws.randint(0, 2))]
+            for limit in (None, draws.randint(1, len(tokens))):
+                key = RadixKey(tokens, cache_salt=salt)
+                found = self.match(salt, tokens, limit)
+                is_below = self._rule.prove(key, limit, found)
+                self.meet("tombstones matched below", is_below)
+        if self._ends and self.controller.counters.pages_evicted == self._evicted_before:
+            self.meet("found what was published to")
+            for salt, data in draws.sample(sorted(self._ends), 1):
+                found = self.match(salt, np.frombuffer(data, np.int64).tolist(), None)
+                assert found.device_length == len(data) // 8, (found, self.cache.pretty_print())
 
     def _prove_found(self) -> None:
         """While nothing was dropped, everything that was published is on one of the tiers."""
@@ -1046,7 +1169,7 @@ class Schedule:
             assert pool.free + pool.evictable == pool.capacity, pool
             assert pool.unspent == 0
         for node in tree.nodes():
-            assert node.data[0].pending is None, node
+            assert all(data.pending is None for data in node.data), node
         if self.third:
             self.third.prove_quiet()
 
@@ -1085,6 +1208,12 @@ def _tokens(name: int, stop: int) -> list[int]:
 
 
 def _explode(*_: Any) -> None:
+    raise ModelError
+
+
+def _fail_late(model: Callable[[Chunk], Any], chunk: Chunk) -> None:
+    """All is written, and nothing is true."""
+    model(chunk)
     raise ModelError
 
 
@@ -1140,6 +1269,7 @@ def play(seed: int, trace: list[str] | None = None) -> Played:
             mock.patch.object(CpuCopier, "num_threads", schedule.shape.copy_threads),
             mock.patch.object(build, "load_backend", schedule.load_backend),
             mock.patch.object(schema, "installed_backends", return_value=["memory"]),
+            schedule_stacks.known(schedule.stack),
         ):
             met = loop.run(schedule.play())
     except BaseException as error:

@@ -695,6 +695,7 @@ class Lease:
             mine = [chunk.stop for chunk in chunks if chunk.lease is self]
             if mine and touched is not None:
                 self._parts.run_ended(max(mine) if computed else -1, was_touched=touched)
+                self.settle_promise()  # others may follow, and what is void is spare to nobody
         running = list(self._running)
         has_failed = self._load is not None and self._load.has_failed
         for chunk in chunks:
@@ -1140,7 +1141,11 @@ class Lease:
         faults = []
         if self.receipt.depth != self.committed:
             faults.append(f"{self!r} holds [0, {self.receipt.depth}) and says {self.committed}")
-        canonical = self._controller.tree.pages(Boundary(self.receipt.node, self.receipt.depth))
+        canonical = list(
+            self._controller.tree.pages(Boundary(self.receipt.node, self.receipt.depth))
+        )
+        if self._parts is not None:
+            self._parts.show_held(canonical, self.receipt)
         for theirs, ours in zip(canonical, self.table.ids, strict=True):
             ours = ours[: len(theirs)]
             is_named = ours != NO_PAGE  # what is not held of a window is not named
@@ -1226,7 +1231,7 @@ class Lease:
             self._promised = 0
         self._closed = True
         if self._parts is not None and self.epoch == controller.epoch:
-            self._parts.settle(is_closed=True)
+            self._parts.close()
         if self._load is not None:
             if self._is_using_load:
                 self._deferred = 0  # it stands on pages that may never come

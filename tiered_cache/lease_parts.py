@@ -16,7 +16,7 @@ import numpy as np
 
 from tiered_cache.errors import StaleError
 from tiered_cache.tree.components.base import NO_PAGES
-from tiered_cache.types import NO_PAGE
+from tiered_cache.types import NO_PAGE, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,7 +42,8 @@ class LeasePart(ABC):
 
     Attributes:
         index: of the component.
-        promised: of `unspent`, what the accounts know.
+        promised: of `unspent`, what there was room to promise: pages of the tree that it holds
+            with others are not spare when it lets go of them, so it may be less for a while.
     """
 
     __slots__ = ("_accounts", "_component", "_table", "index", "promised")
@@ -85,6 +86,18 @@ class LeasePart(ABC):
         top = receipt.parts[self.index] if receipt.parts[self.index] is not None else receipt.depth
         self._ids[: self._first_held(receipt, top) // self._size] = NO_PAGE
 
+    def in_tree(self, receipt: Receipt) -> PageIds:
+        """What the tree has of what `receipt` holds, by page: a node of a window is held whole, and
+        a split in between leaves both halves held."""
+        pages = np.full(receipt.depth // self._size, NO_PAGE, np.int32)
+        part = receipt.parts[self.index]
+        if part is not None:
+            for node in self._component.held(receipt.node, Tier.DEVICE, part):
+                value, last = node.data[self.index].value, node.end // self._size
+                if value is not None:
+                    pages[last - len(value) : last] = value
+        return pages
+
     @abstractmethod
     def _first_held(self, receipt: Receipt, top: int) -> int: ...
 
@@ -104,10 +117,6 @@ class LeasePart(ABC):
 
     def fallback(self, depth: int) -> int:
         """The deepest place up to `depth`, which is computed, that the lease can go on from."""
-        return depth
-
-    def safe_depth(self, depth: int) -> int:
-        """Where a lease that has computed up to `depth` goes on if its next run fails."""
         return depth
 
     def cut(self, depth: int) -> PageIds:
@@ -135,14 +144,25 @@ class LeasePart(ABC):
 class WindowPart(LeasePart):
     """Pages of a window: as many as the window, a chunk and one more, however long the prompt."""
 
-    __slots__ = ()
+    __slots__ = ("_committed",)
+
+    def __init__(self, component: TreeComponent, table: PageTable, accounts: PageAccounts) -> None:
+        super().__init__(component, table, accounts)
+        self.drop()
+
+    def drop(self) -> None:
+        self._committed = 0  # in pages
 
     def unspent(self, num_pages: int) -> int:
-        used = self._table.num_pages
-        held = int(np.count_nonzero(self._ids[:used] != NO_PAGE))
-        return max(0, min(num_pages - used, self._component.footprint(num_pages) - held))
+        """What it may take again, too: after a run that came to nothing, or a truncation, pages
+        that it has left behind are computed once more; but never what is committed."""
+        is_held = self._ids[: self._table.num_pages] != NO_PAGE
+        to_come = num_pages - self._committed - int(np.count_nonzero(is_held[self._committed :]))
+        held = int(np.count_nonzero(is_held))
+        return max(0, min(to_come, self._component.footprint(num_pages) - held))
 
     def _first_held(self, receipt: Receipt, top: int) -> int:
+        self._committed = receipt.depth // self._size
         return top
 
     def fallback(self, depth: int) -> int:
@@ -268,7 +288,9 @@ class StatePart(LeasePart):
         known = [self._origin_depth, self._kept_depth, self._slot_depth]
         return max(at for at in known if at <= depth)
 
-    def safe_depth(self, depth: int) -> int:
+    @property
+    def safe_depth(self) -> int:
+        """Where the lease goes on if its next run fails."""
         return max(self._origin_depth, self._kept_depth)
 
     def cut(self, depth: int) -> PageIds:
@@ -311,7 +333,7 @@ class LeaseParts:
         num_pages: of the lease, prompt and reserve.
     """
 
-    __slots__ = ("_accounts", "_all", "_num_pages", "_states", "_windows")
+    __slots__ = ("_accounts", "_all", "_is_closed", "_num_pages", "_states", "_windows")
 
     def __init__(
         self,
@@ -322,6 +344,7 @@ class LeaseParts:
     ) -> None:
         self._accounts = accounts
         self._num_pages = num_pages
+        self._is_closed = False
         given = table, accounts
         self._windows = [WindowPart(part, *given) for part in components if part.is_per_page]
         self._states = [StatePart(part, *given) for part in components if not part.is_per_page]
@@ -343,33 +366,35 @@ class LeaseParts:
         return [(part.index, part.need(self._num_pages, depth, would_hold)) for part in self._all]
 
     def unspent(self, index: int) -> int | None:
-        """Ids of a component that the lease may still take; None: it is none of these."""
+        """Ids of a component that the lease is promised; None: it is none of these."""
         for part in self._all:
             if part.index == index:
-                return part.unspent(self._num_pages)
+                return part.promised
         return None
 
-    def settle(self, *, is_closed: bool = False) -> None:
+    def close(self) -> None:
+        """The lease takes no more, though a run of it may still end, or publish."""
+        self._is_closed = True
+        self.settle()
+
+    def settle(self) -> None:
         """Bring the accounts in line with what is unspent."""
         for part in self._all:
-            unspent = 0 if is_closed else part.unspent(self._num_pages)
-            self._accounts.promise(unspent - part.promised, part.index)
-            part.promised = unspent
+            unspent = 0 if self._is_closed else part.unspent(self._num_pages)
+            more = unspent - part.promised
+            if more > 0:
+                more = min(more, max(0, self._accounts.spare(part.index)))
+            self._accounts.promise(more, part.index)
+            part.promised += more
 
     def lacking(self, num_pages: int) -> list[tuple[int, int]]:
         """Per component, ids beyond the promise that so many more pages of the sequence take."""
-        return [
-            (part.index, max(0, num_pages - part.unspent(self._num_pages)))
-            for part in self._windows
-        ]
+        return [(part.index, max(0, num_pages - part.promised)) for part in self._windows]
 
     def num_pages_to_come(self) -> int:
         """How many more pages of the sequence there can be, of all that is promised or spare."""
         return min(
-            (
-                part.unspent(self._num_pages) + max(0, self._accounts.spare(part.index))
-                for part in self._windows
-            ),
+            (part.promised + max(0, self._accounts.spare(part.index)) for part in self._windows),
             default=sys.maxsize,
         )
 
@@ -408,6 +433,11 @@ class LeaseParts:
         self.held(receipt)
         self.settle()
 
+    def show_held(self, pages: list[PageIds], receipt: Receipt) -> None:
+        """For proofs: of these components, what the tree has of what `receipt` holds."""
+        for part in self._all:
+            pages[part.index] = part.in_tree(receipt)
+
     # --- runs -------------------------------------------------------------------------------------
 
     def prepare_run(self, start: int) -> list[StateCopy]:
@@ -433,9 +463,9 @@ class LeaseParts:
     def leave_behind(self, own_from: int, depth: int, ends: Sequence[int]) -> None:
         """Pages go home that neither what follows `depth` needs, nor what follows one of `ends`,
         nor what is computed again when the next run fails (semantics §11.6)."""
-        depth = min(part.safe_depth(depth) for part in self._all)
+        safe = [part.safe_depth for part in self._states]
         for part in self._windows:
-            self._free(part, part.left_behind(own_from, depth, ends))
+            self._free(part, part.left_behind(own_from, depth, (*ends, *safe)))
 
     def cut(self, depth: int) -> None:
         """What follows `depth` is dropped, and the table cut by its owner."""
@@ -443,9 +473,11 @@ class LeaseParts:
             self._free(part, part.cut(depth))
 
     def drop(self) -> None:
-        """The lease has given all of it back."""
+        """The lease has given all of it back, or a reset has forgotten it: as it was before."""
+        self._is_closed = False
         for part in self._all:
             part.drop()
+            part.promised = 0
 
     # --- looking ----------------------------------------------------------------------------------
 

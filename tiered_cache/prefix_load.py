@@ -177,7 +177,8 @@ class PrefixLoad:
 
         def attempt() -> bool:
             is_current = self._lease.epoch == controller.epoch
-            if is_current and min(controller.accounts.room_beside(self.pages)) < 0:
+            # Of windows and states nothing was promised for it.
+            if is_current and controller.accounts.spare(BASE) < self.pages:
                 return False
             self.pages = 0
             self._lease.settle_promise()

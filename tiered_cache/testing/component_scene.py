@@ -349,44 +349,11 @@ class TreeScene:
     # --- the model --------------------------------------------------------------------------------
 
     def there(self, key: RadixKey, *, device_only: bool) -> list[list[bool]]:
-        """Per component, which pages of a key (or states that end them) the tree has."""
-        size = self.page_size
-        have = [[False] * (len(key) // size) for _ in self.components]
-        data, overlap = key.data, key.overlap
-        for node in self.tree.nodes():
-            if node.namespace != key.namespace:
-                continue
-            mine = whole_key(node)
-            shared = 0  # whole pages of the key that the node's path has too
-            while (shared + 1) * size <= min(node.end, len(key)) and mine.data[
-                : (shared + 1) * size * TOKEN_BYTES + overlap
-            ] == data[: (shared + 1) * size * TOKEN_BYTES + overlap]:
-                shared += 1
-            for index, component in enumerate(self.components):
-                part = node.data[index]
-                if part.value is None and (device_only or part.host_value is None):
-                    continue
-                if component.is_per_page:
-                    for page in range(node.start // size, min(node.end // size, shared)):
-                        have[index][page] = True
-                elif shared * size >= node.end:
-                    have[index][node.end // size - 1] = True
-        return have
+        return pages_there(self.tree, key, device_only=device_only)
 
     def legal(self, key: RadixKey, *, device_only: bool) -> list[int]:
-        """Depths at which a prefix of a key may end: where every component has what is needed
-        (semantics §3.3)."""
-        size = self.page_size
         have = self.there(key, device_only=device_only)
-        return [0] + [
-            depth
-            for depth in range(size, len(key) + 1, size)
-            if all(
-                have[index][page]
-                for index, role in enumerate(self.roles)
-                for page in role.needed(depth, size)
-            )
-        ]
+        return legal_depths(self.roles, have, self.page_size)
 
     def hit(self, key: RadixKey, limit: int | None = None) -> tuple[int, int]:
         """(device, best) lengths of a match; what a prefix needs is there and right."""
@@ -430,6 +397,48 @@ class TreeScene:
                     for page, held_id in zip(pages, value.tolist(), strict=True):
                         found = self.content[tier, index, held_id]
                         assert found == self.wanted(key, index, page), f"{name}: wrong page"
+
+
+def pages_there(tree: RadixTree, key: RadixKey, *, device_only: bool) -> list[list[bool]]:
+    """Per component, which pages of a key (or states that end them) a tree has."""
+    size = tree.page_size
+    have = [[False] * (len(key) // size) for _ in tree.components]
+    data, overlap = key.data, key.overlap
+    for node in tree.nodes():
+        if node.namespace != key.namespace:
+            continue
+        mine = whole_key(node)
+        shared = 0  # whole pages of the key that the node's path has too
+        while (shared + 1) * size <= min(node.end, len(key)) and mine.data[
+            : (shared + 1) * size * TOKEN_BYTES + overlap
+        ] == data[: (shared + 1) * size * TOKEN_BYTES + overlap]:
+            shared += 1
+        for index, component in enumerate(tree.components):
+            part = node.data[index]
+            if part.value is None and (device_only or part.host_value is None):
+                continue
+            if component.is_per_page:
+                for page in range(node.start // size, min(node.end // size, shared)):
+                    have[index][page] = True
+            elif shared * size >= node.end:
+                have[index][node.end // size - 1] = True
+    return have
+
+
+def legal_depths(
+    roles: Sequence[Role], have: Sequence[Sequence[bool]], page_size: int
+) -> list[int]:
+    """Depths at which a prefix may end: where every component has what is needed (semantics
+    §3.3). `have`: as `pages_there` says."""
+    return [0] + [
+        depth
+        for depth in range(page_size, len(have[BASE]) * page_size + 1, page_size)
+        if all(
+            have[index][page]
+            for index, role in enumerate(roles)
+            for page in role.needed(depth, page_size)
+        )
+    ]
 
 
 def as_key(tokens: Any) -> RadixKey:

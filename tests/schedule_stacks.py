@@ -1,0 +1,247 @@
+"""Stacks with windows and states, for `schedules`: their shapes, and what is proved of them.
+
+What they add to the proofs:
+
+* a match ends where the rule by pages says (`component_scene`), on the device and on both tiers;
+* what a lease goes on from reads right: the window behind it, the state that it works with, and
+  where it would go back to when its next run fails;
+* while nothing was evicted, every prefix that somebody has published to is found.
+
+Left out: an engine that calls for everything itself (a model with states computes in `run`, and
+`begin_req` knows no chunks), fences (a device that computes on after the run has returned), and
+layers (a window or a state is loaded for all its layers at once).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+from unittest import mock
+
+import numpy as np
+import numpy.typing as npt
+
+from tiered_cache import Lease, RadixKey, UnifiedRadixCache, build
+from tiered_cache.lease_parts import StatePart
+from tiered_cache.pools.spec import PoolSpec
+from tiered_cache.strategies.base import ComponentSpec, StackPlan
+from tiered_cache.strategies.registry import register_stack_strategy
+from tiered_cache.testing.component_scene import Role, legal_depths, pages_there, role_of
+from tiered_cache.testing.oracle import ByteOracle
+from tiered_cache.tree.components import swa
+from tiered_cache.tree.components.mamba import MambaComponent
+from tiered_cache.tree.node import BASE
+from tiered_cache.types import NO_PAGE, ComponentId, MatchResult
+
+TOKEN_STATE_BYTES: Final = 40
+"""Of each component, and of a state."""
+
+STACKS: Final = (("swa",), ("mamba",), ("swa", "mamba"), ("swa.a", "swa.b"))
+"""Beside full attention."""
+
+
+@dataclass(frozen=True)
+class StackShape:
+    """What does not change within a schedule of such a stack.
+
+    `windows`: tokens, or 0 for a state. `device`, `host`: ids of each component beside the first.
+    """
+
+    names: tuple[str, ...]
+    windows: tuple[int, ...]
+    grid: int
+    chunk_tokens: int
+    device: tuple[int, ...]
+    host: tuple[int, ...]
+    has_host: bool
+
+    @classmethod
+    def drawn(
+        cls, draws: random.Random, page_size: int, device_pages: int, host_pages: int
+    ) -> StackShape:
+        names = draws.choice(STACKS)
+        windows = tuple(
+            0 if name == "mamba" else draws.randint(1, 3 * page_size + 1) for name in names
+        )
+        chunk_tokens = page_size * draws.choice((1, 2, 4))
+        device, host = [], []
+        for window in windows:
+            if window:
+                fewest = _footprint(window, chunk_tokens, page_size, device_pages)
+                device.append(draws.randint(fewest, device_pages))
+                host.append(draws.randint(4, host_pages))
+            else:
+                device.append(draws.choice((1, 2, 2, 3, 4, 6)))
+                host.append(draws.choice((1, 2, 8, 8, 16, 16)))
+        return cls(
+            names=names,
+            windows=windows,
+            grid=draws.choice((1, page_size, 2 * page_size, 3 * page_size)),
+            chunk_tokens=chunk_tokens,
+            device=tuple(device),
+            host=tuple(host),
+            has_host=draws.random() < 0.75,
+        )
+
+    def ratio(self, ids: tuple[int, ...], num_pages: int) -> dict[str, float]:
+        """Sections count by ratio, rounded down."""
+        return {
+            name: round((count + 0.01) / num_pages, 6)
+            for name, count in zip(self.names, ids, strict=True)
+        }
+
+    def model(self) -> dict[str, Any]:
+        layers = {"num_layers": 1 + len(self.names), "num_kv_heads": 1, "head_dim": 2}
+        return {"dtype": "float32", **layers, "strategy": Strategy.name}
+
+
+def _footprint(window: int, chunk_tokens: int, page_size: int, num_pages: int) -> int:
+    with mock.patch.object(swa, "CHUNK_TOKENS", chunk_tokens):
+        component = swa.SWAComponent("swa", window)
+        component.page_size = page_size
+        return component.footprint(num_pages)
+
+
+class Strategy:
+    """Of each component one layer."""
+
+    name = "schedules"
+
+    def __init__(self, shape: StackShape) -> None:
+        self._shape = shape
+
+    def matches(self, model: Any) -> bool:
+        return False
+
+    def plan(self, model: Any, page_size: int) -> StackPlan:
+        parts = [ComponentSpec(ComponentId("full"), "full")]
+        for name, window in zip(self._shape.names, self._shape.windows, strict=True):
+            kind = "swa" if window else "mamba"
+            parts.append(ComponentSpec(ComponentId(name), kind, window or None))
+        pools = []
+        for layer, part in enumerate(parts):
+            rows = 1 if part.kind == "mamba" else page_size
+            for name, row in (("k", (2, 3)), ("v", (4,))):
+                pools.append(PoolSpec(f"{part.id}_{name}", part.id, (layer,), row, "float32", rows))
+        return StackPlan(tuple(parts), tuple(pools))
+
+
+@contextlib.contextmanager
+def known(shape: StackShape | None) -> Iterator[None]:
+    """While a schedule with this stack is played."""
+    if shape is None:
+        yield
+        return
+    grid = shape.grid
+    kinds = {**build.COMPONENT_KINDS, "mamba": lambda spec: MambaComponent(spec.id, grid)}
+    unregister = register_stack_strategy(Strategy(shape))
+    try:
+        with (
+            mock.patch.object(build, "COMPONENT_KINDS", kinds),
+            mock.patch.object(swa, "CHUNK_TOKENS", shape.chunk_tokens),
+        ):
+            yield
+    finally:
+        unregister()
+
+
+class Rule:
+    """Where a prefix may end, by pages, of a cache's tree."""
+
+    def __init__(self, cache: UnifiedRadixCache) -> None:
+        self._tree = cache.tree
+        self._roles: list[Role] = [role_of(component) for component in cache.tree.components]
+
+    def prove(self, key: RadixKey, limit: int | None, found: MatchResult) -> bool:
+        """A match ends where it may; whether that is below a tombstone on the device."""
+        stop = len(key) if limit is None else min(limit, len(key))
+        cut = RadixKey(key.tokens[:stop], None, key.namespace.cache_salt)
+        on_device = pages_there(self._tree, cut, device_only=True)
+        on_both = pages_there(self._tree, cut, device_only=False)
+        size = self._tree.page_size
+        device = max(legal_depths(self._roles, on_device, size))
+        best = max(legal_depths(self._roles, on_both, size))
+        assert (found.device_length, found.best_length) == (device, best), (found, device, best)
+        return any(
+            not all(have[: device // size])
+            for have, component in zip(on_device, self._tree.components, strict=True)
+            if component.is_per_page
+        )
+
+
+class Standing:
+    """Where a lease stands: its table, and one of its states."""
+
+    def __init__(self, lease: Lease, state: int) -> None:
+        self._lease = lease
+        self._state = state
+
+    def slots(
+        self, component: str = "full", start: int = 0, stop: int | None = None
+    ) -> npt.NDArray[np.int64]:
+        table, index = self._lease.table, self._lease._component_index(component)
+        slots = table.slots(index, start, table.num_pages if stop is None else stop)
+        assert (slots >= 0).all(), f"{self._lease!r} lacks {component} in [{start}, {stop})"
+        return slots
+
+    @property
+    def state_slots(self) -> dict[str, int]:
+        return dict.fromkeys(map(str, self._lease.state_slots), self._state)
+
+
+def states_of(lease: Lease) -> list[StatePart]:
+    return lease._parts._states if lease._parts is not None else []
+
+
+def prove_standing(oracle: ByteOracle, lease: Lease) -> None:
+    """A lease can go on from what it has computed, and from where it goes back to if that fails."""
+    depths = [(lease.computed, NO_PAGE)]
+    for part in states_of(lease):
+        known = {
+            part._origin_depth: part._origin,
+            part._kept_depth: part._kept,
+            part._slot_depth: part._slot,
+        }
+        safe = part.safe_depth
+        depths = [(safe, known[safe])]
+        if lease.computed in known:
+            depths.append((lease.computed, known[lease.computed]))
+        else:
+            assert lease.is_running, f"{lease!r} has no state to go on from"
+    for depth, state in depths:
+        if depth:
+            oracle.verify(Standing(lease, state), lease.key, 0, depth)
+
+
+def has_left_behind(lease: Lease) -> bool:
+    """Whether own pages of a window have gone home."""
+    first, last = lease._own_from, lease.table.num_pages
+    return any(
+        bool((ids[first:last] == NO_PAGE).any())
+        for ids, component in zip(lease.table.ids, lease._controller.tree.components, strict=True)
+        if component.index != BASE and component.is_per_page
+    )
+
+
+def is_complete(lease: Any) -> bool:
+    """Whether there is a window behind what a lease has just published: one that is committed late
+    has gone home already."""
+    depth, size = lease.committed, lease._page_size
+    return all(
+        bool((ids[component.needed_from(depth) // size : depth // size] != NO_PAGE).all())
+        for ids, component in zip(lease.table.ids, lease._controller.tree.components, strict=True)
+        if component.index != BASE
+    )
+
+
+def may_lack_room(lease: Lease) -> bool:
+    """Whether a lease may find no room although no run of it is under way: a run that failed has
+    cost it pages beyond its reserve, or others hold what it held of a window with them."""
+    if lease._parts is None:
+        return False
+    num_pages, parts = lease._parts._num_pages, lease._parts._windows
+    is_short = any(part.promised < part.unspent(num_pages) for part in parts)
+    return is_short or (bool(states_of(lease)) and len(lease) > lease._admitted_len)

@@ -335,7 +335,7 @@ async def test_a_store_whose_rows_are_made_of_what_is_below_it() -> None:
         rows = pages.take_up_to(0, 2)
         assert (on_tier(r, A[:16]), r.host.free) == ("DDHH", 0)
         (piece,) = tree.plan_transfer(Boundary(lower, 16), 0, Tier.HOST)
-        assert parts.store(lower, piece, lambda store: None) == 2
+        assert parts.store(lower, 0, piece, lambda store: None) == 2
         pages.give_back([rows])
         r.check()
         await copies.all()

@@ -171,8 +171,8 @@ def test_thousands_of_schedules() -> None:
 
 
 def test_a_schedule_replays_from_its_seed() -> None:
-    """To the last callback."""
-    for seed in range(5):
+    """To the last callback; the last two have windows and states."""
+    for seed in (*range(5), 130, 546):
         assert play(seed) == play(seed)
 
 

@@ -293,8 +293,9 @@ async def test_what_a_failed_run_computes_again_is_promised(stack: str) -> None:
         stacked.enter_context(mock.patch.object(swa, "CHUNK_TOKENS", 16))
         r = await stacked.enter_async_context(hybrid_rig(stack, 64, device=device))
         lease = await stacked.enter_async_context(r.cache.lease(seq("A", 64), reserve=1))
-        while chunk := await lease.next_chunk(16):
-            await lease.run(r.model, chunk)
+        async with r.cache.lease(seq("C", 4)):  # it has the slot that a state might be kept in
+            while chunk := await lease.next_chunk(16):
+                await lease.run(r.model, chunk)
         with contextlib.suppress(AdmissionTimeout):
             await stacked.enter_async_context(r.cache.lease(seq("B", 64), timeout=0))
         with pytest.raises(ZeroDivisionError):

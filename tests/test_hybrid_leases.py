@@ -14,10 +14,12 @@ import pytest
 
 from tests.hybrid_helpers import GRID, RATIO, STACKS, P, hybrid_rig
 from tests.lease_helpers import Rig, cancelled, chunk_of, seq, start, turns
-from tiered_cache import AdmissionTimeout, InsertParams, RadixKey
+from tests.tier_helpers import Copies, soon
+from tiered_cache import AdmissionTimeout, InsertParams, Lease, RadixKey, StaleError
 from tiered_cache.testing.gates import Gate
 from tiered_cache.testing.oracle import OracleModel
 from tiered_cache.tree.components import swa
+from tiered_cache.types import EvictParams
 
 pytestmark = pytest.mark.parametrize("stack", STACKS)
 
@@ -238,3 +240,167 @@ async def requests_in_random_order(
         r.spoil_free_pages()
     await r.cache.drain()
     assert r.cache.outstanding() == []
+
+
+# --- what the schedules have found ----------------------------------------------------------------
+
+
+async def test_a_lease_that_is_closed_under_its_run_is_promised_no_more(stack: str) -> None:
+    """Seed 130: when the run ended, what it still might have taken was promised once more."""
+    async with hybrid_rig(stack, 32) as r:
+        gate = Gate()
+        async with r.cache.lease(seq("A", 44)) as lease:
+            running = start(lease.run(OracleModel(r.oracle, pause=gate), await chunk_of(lease, 12)))
+            await gate.reached()
+            lease.finish()
+        gate.open()
+        await running
+        r.check()
+        assert [pool.unspent for pool in r.stats.pools.values()] == [0] * len(r.stats.pools)
+
+
+async def test_a_failed_run_settles_before_the_one_behind_it(stack: str) -> None:
+    """Seed 312: its state had gone home, and was promised to nobody until the next run ended."""
+    async with hybrid_rig(stack, 32) as r:
+        end_run = Lease.end_run
+
+        def proving(lease: Lease, *args: Any, **options: Any) -> None:
+            end_run(lease, *args, **options)
+            if not lease.closed:
+                assert lease._parts is not None
+                for part in lease._parts._all:
+                    assert part.promised == part.unspent(lease._parts._num_pages)
+
+        with mock.patch.object(Lease, "end_run", proving):
+            async with r.cache.lease(seq("A", 44)) as lease:
+                gate = Gate()
+                first = start(lease.run(lambda chunk: (gate(), 1 / 0), lease.allocate(10)))
+                await gate.reached()
+                second = start(lease.run(r.model, lease.allocate(6)))
+                await turns()
+                gate.open()
+                for run in (first, second):
+                    with pytest.raises((ZeroDivisionError, StaleError)):
+                        await run
+        r.check()
+
+
+async def test_windows_go_home_although_no_state_can_be_kept(stack: str) -> None:
+    """Seed 115: the next run might have gone back to the first token, so all was kept of a window;
+    but what goes back there computes all of it again."""
+    if stack != "mamba_swa":
+        return
+    device = {"tokens": 64 * P, "ratio": {"swa": 14 / 64, "mamba": 1 / 64}}
+    with mock.patch.object(swa, "CHUNK_TOKENS", 16):
+        async with hybrid_rig(stack, 64, device=device) as r:
+            async with r.cache.lease(seq("A", 200)) as lease:
+                has_failed = False
+                while chunk := await lease.next_chunk(16):
+                    await lease.run(r.model, chunk)
+                    lease.commit(chunk)
+                    if chunk.start == 96 and not has_failed:
+                        has_failed = True
+                        failing = await chunk_of(lease, 16)
+                        with pytest.raises(ZeroDivisionError):
+                            await lease.run(lambda chunk: 1 / 0, failing)
+                    r.check()
+                assert lease.computed == 200
+            assert r.counters.states_skipped > 0
+
+
+async def test_what_a_failed_run_computes_again_is_promised(stack: str) -> None:
+    """Seed 10193: it had gone home behind the lease, and others had been promised it."""
+    if stack != "mamba_swa":
+        return
+    device = {"tokens": 64 * P, "ratio": {"swa": 20 / 64, "mamba": 2 / 64}}
+    async with contextlib.AsyncExitStack() as stacked:
+        stacked.enter_context(mock.patch.object(swa, "CHUNK_TOKENS", 16))
+        r = await stacked.enter_async_context(hybrid_rig(stack, 64, device=device))
+        lease = await stacked.enter_async_context(r.cache.lease(seq("A", 64), reserve=1))
+        async with r.cache.lease(seq("C", 4)):  # it has the slot that a state might be kept in
+            while chunk := await lease.next_chunk(16):
+                await lease.run(r.model, chunk)
+        with contextlib.suppress(AdmissionTimeout):
+            await stacked.enter_async_context(r.cache.lease(seq("B", 64), timeout=0))
+        with pytest.raises(ZeroDivisionError):
+            await lease.run(lambda chunk: 1 / 0, lease.append(1))
+        r.check()
+
+
+async def test_a_state_that_nobody_has_room_to_hold_is_not_taken_over(stack: str) -> None:
+    """Seed 12850: it was held beside the slot that the lease is promised, and other leases found
+    theirs gone."""
+    if "mamba" not in stack:
+        return
+    device = {"tokens": 64 * P, "ratio": {**RATIO[stack], "mamba": 3 / 64}}
+    async with hybrid_rig(stack, 64, device=device) as r, r.cache.lease(seq("A", 20)) as first:
+        await r.serve(seq("A", 20))
+        async with r.cache.lease(seq("B", 20)) as second, r.cache.lease(seq("C", 20)) as third:
+            for lease in (first, second, third):
+                await lease.run(r.model, await chunk_of(lease, 8))
+                r.check()
+            for lease in (first, second, third):
+                await r.compute(lease)
+                r.check()
+
+
+async def test_a_split_in_what_a_window_holds_changes_nothing(stack: str) -> None:
+    """Seed 319: a lease holds the whole node, and its table went on naming what is above."""
+    async with hybrid_rig(stack, 64) as r:
+        await r.serve(seq("A", 45))
+        async with r.cache.lease(seq("A", 49)) as lease:
+            await r.compute(lease)
+            assert lease.committed == 48
+            await r.serve([*seq("A", 36), *seq("B", 8)])
+            r.check()
+            lease.finish()
+        r.check()
+
+
+async def on_host(r: Rig, copies: Copies, tokens: list[int]) -> None:
+    """A prompt that only the host has."""
+    await r.serve(tokens)
+    await copies.all()
+    await r.cache.evict(EvictParams(1 << 10))
+
+
+async def test_pages_with_a_copier_are_promised_again_of_the_first_component(stack: str) -> None:
+    """Seeds 296, 434 and 732: room was asked for in windows, too, which had promised nothing; and
+    where a window has less than that, for ever."""
+    copies = Copies()
+    device = {"tokens": 32 * P, "ratio": dict.fromkeys(RATIO[stack], 16 / 32)}
+    options = {"copy_executor": copies}
+    async with hybrid_rig(stack, 32, device=device, host={"tokens": 400}, options=options) as r:
+        copies.attach(r.cache._parts.host.copier)  # type: ignore[union-attr]
+        r.at_exit(copies.end)
+        await on_host(r, copies, seq("A", 45))
+        granting = start(r.lease(seq("A", 45), load_timeout=0.001))
+        await turns()
+        copies.start()
+        lease = await soon(granting)
+        assert lease.prefix_len == 0
+        r.check()
+        await copies.all()
+        await r.compute(lease)
+        lease.close()
+        await copies.all()
+
+
+async def test_a_lease_that_starts_over_after_a_reset_is_promised_all(stack: str) -> None:
+    """What it had been promised before is nothing after a reset."""
+    copies = Copies()
+    options = {"copy_executor": copies}
+    async with hybrid_rig(stack, 32, host={"tokens": 400}, options=options) as r:
+        copies.attach(r.cache._parts.host.copier)  # type: ignore[union-attr]
+        r.at_exit(copies.end)
+        await on_host(r, copies, seq("A", 45))
+        granting = start(r.lease(seq("A", 45)))
+        await turns()
+        copies.start()
+        r.cache.reset()
+        await copies.all()
+        lease = await soon(granting)
+        r.check()
+        await r.compute(lease)
+        lease.close()
+        await copies.all()

@@ -336,7 +336,7 @@ class Lease:
         controller, tree, receipt = self._controller, self._controller.tree, self.receipt
         assert receipt is not None, "granted leases hold a receipt"
         boundary = tree.match_deeper(receipt, self.key, len(self) - 1 if limit is None else limit)
-        if boundary is None:
+        if boundary is None or not self._may_hold_state(boundary):
             return
         start, stop = max(self.committed, first), min(boundary.depth, last)
         from_host = max(0, stop - start)
@@ -598,12 +598,22 @@ class Lease:
 
     def _may_hold(self, boundary: Boundary) -> bool:
         """Whether a deeper boundary can be held, although own pages do not go home for it before a
-        fence is lifted."""
+        fence is lifted, and the state that it works with is promised beside the one it holds."""
+        if not self._may_hold_state(boundary):
+            return False
         if not self._fences:
             return True
         spare = self._controller.accounts.room_beside(0)
         would_protect = self._controller.tree.would_protect(boundary)
         return all(pages <= room for pages, room in zip(would_protect, spare, strict=True))
+
+    def _may_hold_state(self, boundary: Boundary) -> bool:
+        if self._parts is None or not self._parts.has_states:
+            return True
+        assert self.receipt is not None, "granted leases hold a receipt"
+        tree = self._controller.tree
+        would_release = tree.would_release([self.receipt])
+        return self._parts.may_hold(tree.would_protect(boundary), would_release)
 
     def _take_over(self, boundary: Boundary) -> None:
         """Hold a deeper device boundary, and use the tree's pages up to it instead of own ones."""

@@ -421,6 +421,14 @@ class LeaseParts:
                 return None
         return stop
 
+    def may_hold(self, would_protect: Sequence[int], would_release: Sequence[int]) -> bool:
+        """Whether another state can be held instead; nothing that is promised pays for it."""
+        return all(
+            would_protect[part.index]
+            <= max(0, self._accounts.spare(part.index)) + would_release[part.index]
+            for part in self._states
+        )
+
     def offer(self, stop: int) -> None:
         """`[0, stop)` is about to be published."""
         for part in self._all:

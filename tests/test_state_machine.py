@@ -709,7 +709,7 @@ def _settings(examples: int, *, derandomize: bool) -> settings:
 def test_whatever_users_do() -> None:
     """Hundreds of schedules of sixty steps, the same ones every time, and they meet the floors."""
     MET.clear()
-    run_state_machine_as_test(CacheMachine, settings=_settings(600, derandomize=True))
+    run_state_machine_as_test(CacheMachine, settings=_settings(900, derandomize=True))
     missed = {what: MET[what] for what, floor in FLOORS.items() if MET[what] < floor}
     assert not missed, f"the schedules do not go there often enough any more: {missed}"
 

@@ -271,7 +271,7 @@ class StorageTier:
         if not (self.is_connected and self.reads.state is HealthState.OPEN):
             return
         if not self.reads.is_due:
-            self._probe_later()  # it was opened once more meanwhile
+            self._probe_later()  # its timer came early
             return
         with suppress(BackendError):  # the breaker has taken note, and asks for another
             await self.io.contains(BASE, [PROBE_PAGE])

@@ -431,13 +431,13 @@ MUTANTS: Final = [
         test=OPTIONS + "test_retry_after_is_when_it_is_tried_again",
     ),
     Mutant(
-        id="a-breaker-that-is-opened-twice-is-not-probed",
+        id="a-probe-that-comes-early-is-the-last",
         rule="§10.9",
         harm="a store that is well again is not asked before a request has to find out",
         file=TIER,
-        old="            self._probe_later()  # it was opened once more meanwhile\n",
+        old="            self._probe_later()  # its timer came early\n",
         new="            pass\n",
-        test=ENDS + "test_a_breaker_that_is_opened_twice_is_probed",
+        test=ENDS + "test_a_probe_that_comes_early_is_made_later",
     ),
     Mutant(
         id="a-call-that-hangs-keeps-its-turn",

@@ -278,15 +278,14 @@ async def test_a_call_that_ends_late_has_failed() -> None:
         assert "no answer within" in health.reason
 
 
-async def test_a_breaker_that_is_opened_twice_is_probed() -> None:
-    """Schedule 22520: too many calls hung, and each opened it anew; the probe came before its new
-    time, was refused, and no other came."""
+async def test_a_probe_that_comes_early_is_made_later() -> None:
+    """Schedule 22520: the probe came before its time (a loop's timers may, by a little), was
+    refused, and no other came."""
     storage = {"breaker": {"retry_after": 0.02, "max_retry_after": 0.04}}
     async with three_tiers(storage=storage) as (r, _):
         reads = r.cache._controller.storage.reads  # type: ignore[union-attr]
         reads.open("5 calls hang")
-        await asyncio.sleep(0.01)
-        reads.open("6 calls hang")
+        reads.retry_at += 0.02
         await until(lambda: r.cache.storage.health().reads == "closed")
 
 

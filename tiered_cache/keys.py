@@ -73,6 +73,7 @@ class RadixKey:
         "_page_keys_size",
         "namespace",
         "overlap",
+        "place",
         "root_prefix",
     )
 
@@ -88,6 +89,7 @@ class RadixKey:
         self._page_keys: list[bytes] = NO_KEYS
         self._page_keys_size = 0
         self.overlap = TOKEN_BYTES if is_bigram else 0
+        self.place: Any = None  # a tree's node that is on its path, as far as the tree knows
         self.namespace = DEFAULT_NAMESPACE
         self.root_prefix = b""
         if extra_key is not None or cache_salt is not None or is_bigram:
@@ -143,6 +145,7 @@ class RadixKey:
                 f"cannot truncate to {num_tokens} tokens: the key has {self.num_tokens}"
             )
         self._data = self.data[: num_tokens * TOKEN_BYTES]
+        self.place = None
         if self._page_keys:
             self._page_keys = self._page_keys[: len(self) // self._page_keys_size]
 

@@ -85,6 +85,16 @@ class LeafSets:
             if len(self._unsettled) == MAX_UNSETTLED:
                 self.settle()
 
+    def forget(self, node: Node) -> None:
+        """A node is on no tier any more: most go for good, and there is nothing to wait for."""
+        data = node.data[BASE]
+        data.queue = None
+        if data.mirror_rank >= 0:
+            self.mirrors.remove(node)
+        if data.listed is not None:
+            data.listed.remove(node)
+            data.listed = None
+
     def settle(self) -> None:
         """Bring the orders up to date."""
         for node in self._unsettled:

@@ -20,14 +20,18 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any, Final, TypeVar
 
-from tiered_cache.tree.node import BASE, Node
+from tiered_cache.tree.node import BASE, ComponentData, Node
 
 T = TypeVar("T")
 
 Rank = Callable[[Node], int]
 
 CHUNK: Final = 512
-"""Entries of a fresh chunk: twice as many are split, a quarter joins its neighbour."""
+"""Entries of a fresh chunk."""
+
+MOST: Final = 2 * CHUNK
+FEWEST: Final = CHUNK // 4
+"""A chunk with more is split, one with fewer joins its neighbour."""
 
 
 class Order:
@@ -38,7 +42,7 @@ class Order:
     (`rank`), so it is in one order of each component at most, and in one of mirrors besides.
     """
 
-    __slots__ = ("_index", "_lasts", "_nodes", "_rank", "_ranks", "_size", "_spare")
+    __slots__ = ("_index", "_lasts", "_nodes", "_rank", "_ranks", "_spare")
 
     def __init__(self, rank: Rank, index: int = BASE) -> None:
         self._rank = rank
@@ -47,42 +51,52 @@ class Order:
         self._nodes: list[list[Node]] = []
         self._lasts: list[int] = []  # the highest rank of each chunk
         self._spare: deque[tuple[list[int], list[Node]]] = deque()
-        self._size = 0
 
     def insert(self, node: Node) -> None:
-        rank = node.data[self._index].rank = self._rank(node)
-        self._size += 1
+        self.put(node, node.data[self._index], self._rank(node))
+
+    def remove(self, node: Node) -> None:
+        self.take_out(node.data[self._index])
+
+    def move(self, node: Node) -> None:
+        """Put a node where its rank belongs now."""
+        data, rank = node.data[self._index], self._rank(node)
+        if rank != data.rank:
+            self.take_out(data)
+            self.put(node, data, rank)
+
+    def put(self, node: Node, data: ComponentData, rank: int) -> None:
+        """`insert` for who has a node's data and rank at hand."""
+        data.rank = rank
         lasts = self._lasts
         if not lasts:
             self._open(0, rank)
         if rank >= lasts[-1]:  # what was used just now is the youngest, in most orders
-            at = len(lasts) - 1
-            lasts[at] = rank
-            self._ranks[at].append(rank)
-            self._nodes[at].append(node)
+            at = -1
+            lasts[-1] = rank
+            ranks = self._ranks[-1]
+            ranks.append(rank)
+            self._nodes[-1].append(node)
         else:
             at = bisect_left(lasts, rank)
-            place = bisect_left(self._ranks[at], rank)
-            self._ranks[at].insert(place, rank)
+            ranks = self._ranks[at]
+            place = bisect_left(ranks, rank)
+            ranks.insert(place, rank)
             self._nodes[at].insert(place, node)
-        if len(self._ranks[at]) > 2 * CHUNK:
-            self._split(at)
+        if len(ranks) > MOST:
+            self._split(at % len(lasts))
 
-    def remove(self, node: Node) -> None:
-        at, place = self._find(node)
+    def take_out(self, data: ComponentData) -> None:
+        """`remove` for who has a node's data at hand."""
+        rank, lasts = data.rank, self._lasts
+        at = bisect_left(lasts, rank)
         ranks = self._ranks[at]
+        place = bisect_left(ranks, rank)
         del ranks[place], self._nodes[at][place]
-        self._size -= 1
-        if len(ranks) < CHUNK // 4:
+        if len(ranks) < FEWEST:
             self._join(at)
         elif place == len(ranks):
-            self._lasts[at] = ranks[-1]
-
-    def move(self, node: Node) -> None:
-        """Put a node where its rank belongs now."""
-        if self._rank(node) != node.data[self._index].rank:
-            Order.remove(self, node)
-            Order.insert(self, node)
+            lasts[at] = ranks[-1]
 
     def first(self) -> Node | None:
         return self._nodes[0][0] if self._nodes else None
@@ -134,7 +148,7 @@ class Order:
             self._drop(at)
             return
         self._lasts[at] = self._ranks[at][-1]
-        if len(self._ranks[at]) > 2 * CHUNK:
+        if len(self._ranks[at]) > MOST:
             self._split(at)
 
     def __iter__(self) -> Iterator[Node]:
@@ -148,7 +162,7 @@ class Order:
         return place < len(self._nodes[at]) and self._nodes[at][place] is node
 
     def __len__(self) -> int:
-        return self._size
+        return sum(map(len, self._ranks))
 
 
 def _by_mirror_rank(method: Callable[[Any, Node], T]) -> Any:

@@ -11,7 +11,7 @@ Rules are numbered in the project's semantics; the numbers in comments are their
 from __future__ import annotations
 
 from operator import add
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 
@@ -119,14 +119,21 @@ class RadixTree:
     def _plant(self) -> None:
         self.root = Node(b"", b"", 0, None, DEFAULT_NAMESPACE, self._new_data(0))
         self.num_nodes = 0
+        self._way_to: Node = self.root
+        self._way: list[Node] = []
+        """The path to `_way_to`, end first: a prefix that was matched is read, held and extended
+        next, and each of these walks up to the root."""
         device, host = (make_policy(policy) for policy in self._policies)
         self.leaves = LeafSets(device, host, self.root, mirrors_are_spare=self._mirrors_are_spare)
         for index, component in enumerate(self.components):
             component.bind(index, self.page_size, self.leaves, self.observers)
 
     def _new_data(self, stamp: int) -> tuple[ComponentData, ...]:
-        if len(self.components) == 1:
+        num_components = len(self.components)
+        if num_components == 1:
             return (ComponentData(stamp),)  # half the time of a comprehension
+        if num_components == 2:
+            return ComponentData(stamp), ComponentData(stamp)
         return tuple([ComponentData(stamp) for _ in self.components])
 
     @property
@@ -153,6 +160,7 @@ class RadixTree:
         path, depth = self._walk(self.root, key, data, length - length % self.page_size)
         if not path:
             return MatchResult(self.root, 0, self.root, 0, 0, self)
+        key.place = path[-1] if path[-1].end == depth else path[-1].parent
         count, device, best = len(path), path[-1], path[-1]
         device_length = best_length = depth
         agreed = self._deepest(path, count, depth, True)
@@ -162,6 +170,7 @@ class RadixTree:
             if agreed < count:
                 best, best_length = self._end(path, agreed)
                 path = path[:agreed]
+        self._way_to, self._way = best, path[::-1]
         # 3.6: the path to the best boundary is used; a node that matched in part only is left as it
         # is.
         stamp = self._stamp = self._stamp + 1
@@ -283,6 +292,8 @@ class RadixTree:
         length = num_pages * page_size
         result = InsertResult(self.root, length, length, length, self._nothing)
         refused: list[list[PageIds]] | None = None
+        if key.place is not None and not path:
+            node = self._go_on(key.place, min(owned, length), path)
         depth = node.end
         step, priority = self._page_bytes + overlap, params.priority
         while depth < length:
@@ -327,10 +338,27 @@ class RadixTree:
         for component in self.components:
             component.touch(path, self._stamp)
         if path:
-            result.node = path[-1]
+            result.node = key.place = path[-1]
         if refused is not None:
             result.duplicates = join_each(refused)
         return result
+
+    def _go_on(self, node: Any, length: int, path: list[Node]) -> Node:
+        """The deepest node of no more than `length` tokens that is known to be on a key's path:
+        `node`, which was found to be, or above it. `path` is lengthened to there.
+
+        A node that has hung here once spells the same tokens for as long as it does (4: a split
+        puts its new node above). Where it is on the device, all above it is (2.2).
+        """
+        while node.end > length and node.parent is not None:
+            node = node.parent
+        if node.parent is None or node.data[BASE].value is None:
+            return self.root
+        found = self._path_to(node)
+        if found[-1].parent is not self.root:
+            return self.root  # it hung in another tree, or before a `reset()`
+        path.extend(reversed(found))
+        return cast("Node", node)
 
     def insert_host(
         self,
@@ -419,7 +447,7 @@ class RadixTree:
         """Hang `[start, stop)` below `path`, cut where a component or the prompt's end wants a
         boundary. By component, the ids that none took; None: all were."""
         key, parent = params.key, path[-1] if path else self.root
-        ends: tuple[int, ...] = (stop,)
+        ends: Sequence[int] = (stop,)
         if params.prompt_len is not None or self._cutting:
             ends = self._leaf_ends(start, stop, params)
         left: list[list[PageIds]] | None = None
@@ -451,15 +479,22 @@ class RadixTree:
         self.num_nodes += 1
         return leaf
 
-    def _leaf_ends(self, start: int, stop: int, params: InsertParams) -> tuple[int, ...]:
-        ends = {stop}
+    def _leaf_ends(self, start: int, stop: int, params: InsertParams) -> Sequence[int]:
+        ends = [stop]
         for component in self._cutting:
-            ends.update(component.leaf_cuts(start, stop, params))
+            for cut in component.leaf_cuts(start, stop, params):
+                if start < cut < stop and cut not in ends:
+                    ends.append(cut)
         if params.prompt_len is not None:
             cut = params.prompt_len - params.prompt_len % self.page_size
-            if all(component.allows_boundary(cut, params) for component in self.components):
-                ends.add(cut)
-        return tuple(sorted(end for end in ends if start < end <= stop))
+            if (
+                start < cut < stop
+                and cut not in ends
+                and all(component.allows_boundary(cut, params) for component in self.components)
+            ):
+                ends.append(cut)
+        ends.sort()
+        return ends
 
     def _split_node(self, child: Node, depth: int) -> Node:
         """Cut `child` at `depth`: a new parent takes the front, the child keeps its identity
@@ -494,6 +529,7 @@ class RadixTree:
                 child.page_keys[num_pages:],
             )
         self.num_nodes += 1
+        self._way_to, self._way = self.root, []
         for component in self.components:
             component.redistribute_on_node_split(upper, child, num_pages)
         return upper
@@ -642,6 +678,8 @@ class RadixTree:
 
     def _path_to(self, node: Node) -> list[Node]:
         """`node` and its ancestors, without the root."""
+        if node is self._way_to:
+            return self._way.copy()
         path = []
         while node.parent is not None:
             path.append(node)
@@ -799,6 +837,8 @@ class RadixTree:
             ):
                 return
             parent = node.parent
+            if node is self._way_to:
+                self._way_to, self._way = self.root, []
             del parent.children[node.child_key]
             node.parent = None
             self.num_nodes -= 1
@@ -1104,8 +1144,10 @@ class RadixTree:
         """Per component, the device page ids of `[start, boundary)`, one per page (−1: none
         there)."""
         node, depth = boundary
+        if node is self.root:
+            return self._nothing
         path = self._path_to(node)
-        if (path[-1].parent if path else node) is not self.root:
+        if not path or path[-1].parent is not self.root:
             raise StaleError("the node of this boundary is gone: match again")
         path.reverse()
         if node.end > depth:

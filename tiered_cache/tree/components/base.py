@@ -61,14 +61,18 @@ def join(parts: Sequence[PageIds]) -> PageIds:
 
 
 def empty_lists(count: int) -> list[list[PageIds]]:
-    """A list per component. One is spelt out, here and below: half the time of a comprehension."""
-    return [[]] if count == 1 else [[] for _ in range(count)]
+    """A list per component. Few are spelt out, here and below: half the time of a comprehension."""
+    if count == 1:
+        return [[]]
+    return [[], []] if count == 2 else [[] for _ in range(count)]
 
 
 def join_each(parts: Sequence[Sequence[PageIds]]) -> tuple[PageIds, ...]:
     """`join` per component."""
     if len(parts) == 1:
         return (join(parts[0]),)
+    if len(parts) == 2:
+        return join(parts[0]), join(parts[1])
     return tuple([join(ids) for ids in parts])
 
 

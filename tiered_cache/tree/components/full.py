@@ -177,35 +177,36 @@ class FullComponent(TreeComponent):
     # --- locks ------------------------------------------------------------------------------------
 
     def acquire_component_lock(self, path: Sequence[Node], tier: Tier, start: int) -> int:
-        index = self.index
         if tier is not DEVICE:
             return self._acquire_host(path, start)
+        index, num_pages = self.index, 0
         for node in path:
             data = node.data[index]
-            data.lock_ref += 1
-            if data.lock_ref == 1:
+            locks = data.lock_ref = data.lock_ref + 1
+            if locks == 1:
                 if data.value is not None:
-                    self.device.protect(len(data.value))
+                    num_pages += len(data.value)
                 if data.queue is not None:
                     data.queue = None
                     self.leaves.touch(node)
+        self.device.protect(num_pages)
         return start
 
     def release_component_lock(self, node: Node, tier: Tier, part: int) -> None:
-        index = self.index
         if tier is not DEVICE:
             self._release_host(node, part)
             return
-        current: Node | None = node
-        while current is not None and current.parent is not None:
-            data = current.data[index]
-            data.lock_ref -= 1
-            if data.lock_ref == 0:
+        index, num_pages, parent = self.index, 0, node.parent
+        while parent is not None:
+            data = node.data[index]
+            locks = data.lock_ref = data.lock_ref - 1
+            if not locks:
                 if data.value is not None:
-                    self.device.protect(-len(data.value))
-                if current.device_children == 0:
-                    self.leaves.refresh(current)
-            current = current.parent
+                    num_pages += len(data.value)
+                if node.device_children == 0:
+                    self.leaves.refresh(node)
+            node, parent = parent, parent.parent
+        self.device.protect(-num_pages)
 
     def advance_component_lock(
         self, node: Node, part: int, path: Sequence[Node], below: Sequence[Node]
@@ -318,7 +319,9 @@ class FullComponent(TreeComponent):
             self.host.credit(-len(ids), data.host_lock_ref)
         if data.value is None and data.host_value is None:
             parent.live_children -= 1
-        self.leaves.refresh(node)
+            self.leaves.forget(node)
+        else:
+            self.leaves.refresh(node)
         if (
             parent.live_children == 0
             or parent.device_children == 0

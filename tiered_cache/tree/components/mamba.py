@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 import numpy as np
 
-from tiered_cache.tree.components.sparse import GAP, SparseComponent, behind_gaps
+from tiered_cache.tree.components.sparse import SparseComponent, are_gaps, behind_gaps
 from tiered_cache.types import NO_PAGE, Tier
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class MambaComponent(SparseComponent):
             data = path[-1].data[self.index]
             data.stamp = stamp
             if data.value is not None or data.host_value is not None:
-                self.orders.note(path[-1])
+                self.orders.note(path[-1], data)
 
     # --- insert -----------------------------------------------------------------------------------
 
@@ -86,14 +86,17 @@ class MambaComponent(SparseComponent):
     ) -> PageIds | None:
         """Of the states that an insert has for `(start, end]`, the one at the end of `node`, if it
         has none there (semantics §5.7); those that are left."""
-        size, value = self.page_size, node.data[self.index].value
+        size = self.page_size
         ids = params.pages[self.index][start // size : node.end // size]
-        if value is None and len(ids) and ids[-1] != NO_PAGE:
+        if are_gaps(ids):
+            return None
+        value = node.data[self.index].value
+        if value is None and ids[-1] != NO_PAGE:
             self._gain(node, DEVICE, ids[-1:])
             result.mamba_exist = False
             ids = ids[:-1]
-        if ids.tobytes() == GAP * len(ids):
-            return None
+            if are_gaps(ids):
+                return None
         left: PageIds = ids[ids != NO_PAGE]
         if value is not None:
             left = left[left != value[0]]
@@ -105,7 +108,7 @@ class MambaComponent(SparseComponent):
     def leaf_cuts(self, start: int, stop: int, params: InsertParams) -> Iterable[int]:
         size = self.page_size
         inside = params.pages[self.index][start // size : stop // size - 1]
-        if inside.tobytes() == GAP * len(inside):
+        if are_gaps(inside):
             return ()
         return [start + (int(at) + 1) * size for at in np.flatnonzero(inside != NO_PAGE)]
 

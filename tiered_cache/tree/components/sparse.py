@@ -17,7 +17,7 @@ from tiered_cache.tree.components.base import INT32, Eviction, TreeComponent, jo
 from tiered_cache.tree.leaves import MAX_UNSETTLED
 from tiered_cache.tree.node import BASE
 from tiered_cache.tree.order import MirrorOrder
-from tiered_cache.tree.policies import SortedPolicy, recency_of
+from tiered_cache.tree.policies import DEPTH_BITS, SortedPolicy, recency_of
 from tiered_cache.types import NO_PAGE, Tier
 
 if TYPE_CHECKING:
@@ -50,34 +50,46 @@ class SparseOrders:
         self.mirrors = MirrorOrder(rank, index)
         self.mirrors_are_spare = mirrors_are_spare
 
-    def note(self, node: Node) -> None:
-        """A node's part, its locks or its age have changed."""
-        data = node.data[self._index]
+    def note(self, node: Node, data: ComponentData) -> None:
+        """A node's part, its locks or its age have changed. `data`: that part."""
         if not data.unsettled:
             data.unsettled = True
             self._unsettled.append(node)
             if len(self._unsettled) == MAX_UNSETTLED:
                 self.settle()
 
+    def forget(self, node: Node, data: ComponentData) -> None:
+        """A part is on no tier any more: most go with their node, and there is nothing to wait
+        for."""
+        if data.mirror_rank >= 0:
+            self.mirrors.remove(node)
+        if data.listed is not None:
+            data.listed.take_out(data)
+            data.listed = None
+
     def settle(self) -> None:
         """Bring the orders up to date."""
+        index, device = self._index, self.device
         for node in self._unsettled:
-            data = node.data[self._index]
+            data = node.data[index]
             data.unsettled = False
             if data.value is not None:  # `wanted`, spelt out: every request comes by here
-                wanted = None if data.lock_ref else self.device
+                wanted = None if data.lock_ref else device
             else:
                 wanted = self.wanted(data)
             listed = data.listed
-            if wanted is listed:
-                if listed is not None:
-                    listed.touch(node)
-            else:
-                if listed is not None:
-                    listed.remove(node)
-                if wanted is not None:
-                    wanted.insert(node)
-                data.listed = wanted
+            if wanted is not None:
+                rank = data.stamp << DEPTH_BITS | node.end
+                if listed is None:
+                    wanted.put(node, data, rank)
+                    data.listed = wanted
+                elif rank != data.rank or wanted is not listed:
+                    listed.take_out(data)
+                    wanted.put(node, data, rank)
+                    data.listed = wanted
+            elif listed is not None:
+                listed.take_out(data)
+                data.listed = None
             is_listed = data.mirror_rank >= 0
             if data.host_value is None and not is_listed:
                 continue
@@ -129,7 +141,7 @@ class SparseComponent(TreeComponent):
         self.orders = SparseOrders(index, mirrors_are_spare=leaves.mirrors_are_spare)
 
     def note_change(self, node: Node) -> None:
-        self.orders.note(node)
+        self.orders.note(node, node.data[self.index])
 
     def has(self, node: Node, device_only: bool) -> bool:
         """Whether its part of `node` is where a match looks for it."""
@@ -184,7 +196,7 @@ class SparseComponent(TreeComponent):
             data.host_lock_ref += 1
             if data.host_lock_ref == 1 and data.host_value is not None:
                 self.host.protect(len(data.host_value))
-        self.orders.note(node)
+        self.orders.note(node, data)
 
     def _unhold(self, node: Node, tier: Tier) -> None:
         data = node.data[self.index]
@@ -198,7 +210,7 @@ class SparseComponent(TreeComponent):
             data.host_lock_ref -= 1
             if data.host_lock_ref == 0 and data.host_value is not None:
                 self.host.protect(-len(data.host_value))
-        self.orders.note(node)
+        self.orders.note(node, data)
 
     # --- the two changes of a residency, each with its counters -----------------------------------
 
@@ -212,9 +224,18 @@ class SparseComponent(TreeComponent):
         else:
             data.host_value = own(ids)
             self.host.credit(len(ids), data.host_lock_ref)
-        self.orders.note(node)
+        self.orders.note(node, data)
         if self.observers.listening:
             self.tell(EventKind.STORED, tier, node)
+
+    def _gain_fresh(self, leaf: Node, ids: bytes) -> None:
+        """`_gain`, on the device, of a node that an insert has just made: nobody holds it."""
+        data = leaf.data[self.index]
+        data.value = np.frombuffer(ids, INT32)
+        self.device.evictable += len(data.value)
+        self.orders.note(leaf, data)
+        if self.observers.listening:
+            self.tell(EventKind.STORED, DEVICE, leaf)
 
     def _lose(self, node: Node, tier: Tier) -> PageIds:
         data = node.data[self.index]
@@ -226,7 +247,10 @@ class SparseComponent(TreeComponent):
             ids, data.host_value = data.host_value, None
             assert ids is not None, "callers have looked"
             self.host.credit(-len(ids), data.host_lock_ref)
-        self.orders.note(node)
+        if data.value is None and data.host_value is None:
+            self.orders.forget(node, data)
+        else:
+            self.orders.note(node, data)
         if self.observers.listening:
             self.tell(EventKind.REMOVED, tier, node)
         return ids
@@ -294,6 +318,11 @@ other: the highest byte of an id is less than 128."""
 def has_gaps(ids: PageIds) -> bool:
     """Whether there is an entry without a page. A tenth of the time of numpy's comparison."""
     return GAP in ids.tobytes()
+
+
+def are_gaps(ids: PageIds) -> bool:
+    """Whether all entries are without a page: none at all, too."""
+    return not ids.tobytes().strip(GAP)
 
 
 def behind_gaps(num_gaps: int, parts: Sequence[bytes | PageIds]) -> PageIds:

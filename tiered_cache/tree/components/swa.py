@@ -17,11 +17,15 @@ from tiered_cache.types import NO_PAGE, Tier
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from tiered_cache.observe import Observers
     from tiered_cache.tree.components.base import Flags
+    from tiered_cache.tree.leaves import LeafSets
     from tiered_cache.tree.node import Node
     from tiered_cache.types import InsertParams, InsertResult, PageIds
 
 DEVICE: Final = Tier.DEVICE
+
+NOWHERE: Final[Sequence[int]] = ()
 
 CHUNK_TOKENS: Final = 2048
 """Of a chunk that a request is sure to have pages for; more is given where there is room."""
@@ -41,6 +45,11 @@ class SWAComponent(SparseComponent):
         if window < 1:
             raise ValueError(f"a window has at least 1 token, not {window}")
         self.window = window
+        self._whole_window = 0
+
+    def bind(self, index: int, page_size: int, leaves: LeafSets, observers: Observers) -> None:
+        super().bind(index, page_size, leaves, observers)
+        self._whole_window = self._ceil(self.window)
 
     def _floor(self, depth: int) -> int:
         return depth - depth % self.page_size
@@ -95,13 +104,13 @@ class SWAComponent(SparseComponent):
             return
         index, top = self.index, path[-1].end - self.window - self.page_size
         for node in reversed(path):
+            if node.end <= top:
+                return
             data = node.data[index]
             if data.stamp != stamp:
                 data.stamp = stamp
                 if data.value is not None or data.host_value is not None:
-                    self.orders.note(node)
-            if node.start <= top:
-                return
+                    self.orders.note(node, data)
 
     # --- insert -----------------------------------------------------------------------------------
 
@@ -109,13 +118,16 @@ class SWAComponent(SparseComponent):
         """The depth from which on an insert that passes `start` may bring pages of a window."""
         return max(start, self._ceil(params.swa_evicted_seqlen), params.prev_prefix_len)
 
-    def _changes(self, start: int, stop: int, params: InsertParams) -> list[int]:
+    def _changes(self, start: int, stop: int, params: InsertParams) -> Sequence[int]:
         """Depths inside `[start, stop)` at which an insert begins or ceases to bring pages."""
         size = self.page_size
-        first = min(self._first_page(start, params), stop)
-        if first == start and not has_gaps(params.pages[self.index][start // size : stop // size]):
-            return []
-        there = params.pages[self.index][start // size : stop // size] != NO_PAGE
+        ids = params.pages[self.index][start // size : stop // size]
+        first = start
+        if start < params.swa_evicted_seqlen or start < params.prev_prefix_len:
+            first = min(self._first_page(start, params), stop)
+        if first == start and not has_gaps(ids):
+            return NOWHERE
+        there = ids != NO_PAGE
         there[: (first - start) // size] = False
         return [start + (int(at) + 1) * size for at in np.flatnonzero(there[1:] != there[:-1])]
 
@@ -155,9 +167,11 @@ class SWAComponent(SparseComponent):
     ) -> PageIds | None:
         size = self.page_size
         ids = params.pages[self.index][start // size : leaf.end // size]
-        if self._brings(start, params):
-            self._gain(leaf, DEVICE, ids)
-            return None
+        if start >= params.swa_evicted_seqlen and start >= params.prev_prefix_len:
+            pages = ids.tobytes()
+            if not pages.startswith(GAP):  # the leaf was cut where that changes
+                self._gain_fresh(leaf, pages)
+                return None
         # What the request says it has given up, and names all the same.
         left: PageIds = ids[ids != NO_PAGE]
         if not len(left):
@@ -166,7 +180,7 @@ class SWAComponent(SparseComponent):
         return left
 
     def leaf_cuts(self, start: int, stop: int, params: InsertParams) -> Iterable[int]:
-        return (*self._changes(start, stop, params), stop - self._ceil(self.window))
+        return (*self._changes(start, stop, params), stop - self._whole_window)
 
     # --- request ----------------------------------------------------------------------------------
 
@@ -199,7 +213,7 @@ class SWAComponent(SparseComponent):
                 own(lower.host_value[:num_pages]),
                 own(lower.host_value[num_pages:]),
             )
-        self.orders.note(parent)
+        self.orders.note(parent, upper)
 
     # --- locks ------------------------------------------------------------------------------------
 
@@ -210,13 +224,13 @@ class SWAComponent(SparseComponent):
             return start
         if tier is DEVICE:
             start = max(start, path[0].end - self.window)
-        top = path[0].end
+        top = None
         for node in path:
             if node.end <= start:
                 break
             self._hold(node, tier)
-            top = node.start
-        return top
+            top = node
+        return path[0].end if top is None else top.start
 
     def held(self, node: Node, tier: Tier, part: int) -> Iterator[Node]:
         current: Node | None = node

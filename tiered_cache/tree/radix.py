@@ -166,7 +166,8 @@ class RadixTree:
         agreed = self._deepest(path, count, depth, True)
         if agreed < count:
             device, device_length = self._end(path, agreed)
-            agreed = self._deepest(path, count, depth, False)
+            if self._has_host_state():
+                agreed = self._deepest(path, count, depth, False)
             if agreed < count:
                 best, best_length = self._end(path, agreed)
                 path = path[:agreed]
@@ -178,6 +179,13 @@ class RadixTree:
         for component in self.components:
             component.touch(used, stamp)
         return MatchResult(device, device_length, best, best_length, depth, self)
+
+    def _has_host_state(self) -> bool:
+        """Whether there is anything on the host at all."""
+        for component in self.components:
+            if component.host.evictable or component.host.protected:
+                return True
+        return False
 
     def match_deeper(
         self, receipt: Receipt, key: RadixKey, limit: int, *, device_only: bool = True

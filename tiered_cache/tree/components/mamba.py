@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 import numpy as np
 
-from tiered_cache.tree.components.sparse import SparseComponent, are_gaps, behind_gaps
+from tiered_cache.tree.components.sparse import GAP, SparseComponent, are_gaps, behind_gaps
 from tiered_cache.types import NO_PAGE, Tier
 
 if TYPE_CHECKING:
@@ -74,19 +74,11 @@ class MambaComponent(SparseComponent):
     def update_component_on_insert_overlap(
         self, node: Node, start: int, params: InsertParams, result: InsertResult
     ) -> PageIds | None:
-        return self._take(node, max(start, params.prev_prefix_len), params, result)
-
-    def commit_insert_component_data(
-        self, leaf: Node, start: int, params: InsertParams, result: InsertResult
-    ) -> PageIds | None:
-        return self._take(leaf, start, params, result)
-
-    def _take(
-        self, node: Node, start: int, params: InsertParams, result: InsertResult
-    ) -> PageIds | None:
-        """Of the states that an insert has for `(start, end]`, the one at the end of `node`, if it
-        has none there (semantics §5.7); those that are left."""
+        # Of the states that the insert has for `(start, end]`, the one at the end of the node, if it
+        # has none there (semantics §5.7); the others are left.
         size = self.page_size
+        if start < params.prev_prefix_len:
+            start = params.prev_prefix_len
         ids = params.pages[self.index][start // size : node.end // size]
         if are_gaps(ids):
             return None
@@ -104,6 +96,16 @@ class MambaComponent(SparseComponent):
             return None
         result.first_changed = min(result.first_changed, start)
         return left
+
+    def commit_insert_component_data(
+        self, leaf: Node, start: int, params: InsertParams, result: InsertResult
+    ) -> PageIds | None:
+        last = leaf.end // self.page_size  # there is none before: the leaf was cut at each
+        state = params.pages[self.index][last - 1 : last].tobytes()
+        if state != GAP:
+            self._gain_fresh(leaf, state)
+            result.mamba_exist = False
+        return None
 
     def leaf_cuts(self, start: int, stop: int, params: InsertParams) -> Iterable[int]:
         size = self.page_size

@@ -69,6 +69,8 @@ def _check_node(tree: RadixTree, node: Node, faults: list[str]) -> None:
         child.data[BASE].host_value is not None for child in node.children.values()
     ):
         fail(f"counts {node.host_children} children on the host")
+    if node.only is not None and list(node.children.values()) != [node.only]:
+        fail(f"has {node.only!r} as its only child")
     if node.live_children != sum(_is_live(child) for child in node.children.values()):
         fail(f"counts {node.live_children} live children")
     if not _is_live(node) and not node.children and not base.lock_ref and not base.host_lock_ref:

@@ -214,6 +214,14 @@ class RadixTree:
         depth = node.end
         while depth < length:
             at = depth * TOKEN_BYTES
+            child = node.only
+            if child is not None and child.end <= length and data.startswith(child.key, at):
+                base = child.data[BASE]  # as below, with half of the memory looked at
+                if base.value is None and base.host_value is None:
+                    break
+                path.append(child)
+                node, depth = child, child.end
+                continue
             page = data[at : at + step]
             child = node.children.get(page if depth else key.root_prefix + page)
             if child is None:
@@ -480,10 +488,12 @@ class RadixTree:
         child_key = data[at : at + self._page_bytes + key.overlap]
         if not start:
             child_key = key.root_prefix + child_key
+        is_only = start and not parent.children and stop - start <= PIECE_TOKENS
         edge = data[at : stop * TOKEN_BYTES + key.overlap]
         fresh = self._new_data(self._stamp)
         leaf = Node(edge, child_key, stop, parent, key.namespace, fresh, self._stamp)
         parent.children[child_key] = leaf
+        parent.only = leaf if is_only else None
         self.num_nodes += 1
         return leaf
 
@@ -530,6 +540,10 @@ class RadixTree:
         child.parent = upper
         upper.children[child.child_key] = child
         parent.children[upper.child_key] = upper
+        if child.end - depth <= PIECE_TOKENS:
+            upper.only = child
+        if parent.only is child:
+            parent.only = upper
         num_pages = cut // self.page_size
         if child.page_keys is not None:
             upper.page_keys, child.page_keys = (
@@ -848,6 +862,7 @@ class RadixTree:
             if node is self._way_to:
                 self._way_to, self._way = self.root, []
             del parent.children[node.child_key]
+            parent.only = None
             node.parent = None
             self.num_nodes -= 1
             node = parent
@@ -1131,7 +1146,7 @@ class RadixTree:
             node = self._debris.pop()
             self._debris.extend(node.children.values())
             node.children = {}
-            node.parent = None
+            node.parent = node.only = None
             for data in node.data:
                 data.queue = data.listed = None
         return bool(self._debris)

@@ -52,7 +52,9 @@ class FullComponent(TreeComponent):
         if start >= stop:
             return NO_PAGES
         index = self.index
-        parts = [node.data[index].value for node in path if node.end > start]
+        if start:
+            path = [node for node in path if node.end > start]
+        parts = [node.data[index].value for node in path]
         if parts[-1] is None:
             raise StaleError("the pages of this boundary have left the device: match again")
         end = path[-1].end

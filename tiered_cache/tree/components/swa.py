@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 DEVICE: Final = Tier.DEVICE
 
-NOWHERE: Final[Sequence[int]] = ()
-
 CHUNK_TOKENS: Final = 2048
 """Of a chunk that a request is sure to have pages for; more is given where there is room."""
 
@@ -89,14 +87,16 @@ class SWAComponent(SparseComponent):
         for node in reversed(path):
             if first <= top:
                 break
-            end, value = min(node.end, stop), node.data[index].value
-            first = max(start, node.start)
+            value, above = node.data[index].value, node.start
+            if value is not None and above >= start and node.end <= stop:
+                parts.append(value)
+                first = above
+                continue
+            end, first = min(node.end, stop), max(start, above)
             if value is None:
                 parts.append(GAP * ((end - first) // size))
-            elif first > node.start or end < node.end:
-                parts.append(value[(first - node.start) // size : (end - node.start) // size])
             else:
-                parts.append(value)
+                parts.append(value[(first - above) // size : (end - above) // size])
         return behind_gaps((first - start) // size, parts[::-1])
 
     def touch(self, path: Sequence[Node], stamp: int) -> None:
@@ -118,15 +118,13 @@ class SWAComponent(SparseComponent):
         """The depth from which on an insert that passes `start` may bring pages of a window."""
         return max(start, self._ceil(params.swa_evicted_seqlen), params.prev_prefix_len)
 
-    def _changes(self, start: int, stop: int, params: InsertParams) -> Sequence[int]:
+    def _changes(self, start: int, stop: int, params: InsertParams) -> list[int]:
         """Depths inside `[start, stop)` at which an insert begins or ceases to bring pages."""
         size = self.page_size
         ids = params.pages[self.index][start // size : stop // size]
-        first = start
-        if start < params.swa_evicted_seqlen or start < params.prev_prefix_len:
-            first = min(self._first_page(start, params), stop)
+        first = min(self._first_page(start, params), stop)
         if first == start and not has_gaps(ids):
-            return NOWHERE
+            return []
         there = ids != NO_PAGE
         there[: (first - start) // size] = False
         return [start + (int(at) + 1) * size for at in np.flatnonzero(there[1:] != there[:-1])]
@@ -180,7 +178,12 @@ class SWAComponent(SparseComponent):
         return left
 
     def leaf_cuts(self, start: int, stop: int, params: InsertParams) -> Iterable[int]:
-        return (*self._changes(start, stop, params), stop - self._whole_window)
+        tail = stop - self._whole_window
+        if start >= params.swa_evicted_seqlen and start >= params.prev_prefix_len:
+            size = self.page_size
+            if not has_gaps(params.pages[self.index][start // size : stop // size]):
+                return (tail,)  # as nearly all are
+        return (*self._changes(start, stop, params), tail)
 
     # --- request ----------------------------------------------------------------------------------
 

@@ -95,8 +95,8 @@ MUTANTS: Final = [
         rule="§5.6",
         harm="a lock pins the whole prompt's window pages",
         file=SWA,
-        old="stop - self._ceil(self.window))",
-        new="stop - self._floor(self.window))",
+        old="self._whole_window = self._ceil(self.window)",
+        new="self._whole_window = self._floor(self.window)",
         test=SWA_TESTS + "test_a_fresh_leaf_is_cut_for_its_windows",
     ),
     Mutant(
@@ -171,8 +171,8 @@ MUTANTS: Final = [
         rule="§5.7",
         harm="the request gives back a slot that the tree has: wrong bytes",
         file=MAMBA,
-        old="result.mamba_exist = False",
-        new="result.mamba_exist = True",
+        old="self._gain_fresh(leaf, state)\n            result.mamba_exist = False",
+        new="self._gain_fresh(leaf, state)\n            result.mamba_exist = True",
         test=MAMBA_TESTS + "test_a_new_leaf_takes_the_slot",
     ),
     Mutant(

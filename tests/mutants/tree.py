@@ -16,6 +16,7 @@ ORDER: Final = "tiered_cache/tree/order.py"
 ALLOC: Final = "tiered_cache/pools/allocator.py"
 RESERVATION: Final = "tiered_cache/pools/reservation.py"
 KEYS: Final = "tiered_cache/keys.py"
+INSERT: Final = "tests/tree/test_insert.py::"
 
 COMPARE: Final = (
     "            edge, end = child.key, child.end\n"
@@ -302,12 +303,14 @@ MUTANTS: Final = [
         harm="the path above a reader is evicted: early free",
         file=FULL,
         old=(
-            "for node in path:\n            data = node.data[index]\n            data.lock_ref += 1"
+            "for node in path:\n"
+            "            data = node.data[index]\n"
+            "            locks = data.lock_ref = data.lock_ref + 1"
         ),
         new=(
             "for node in path[:1]:\n"
             "            data = node.data[index]\n"
-            "            data.lock_ref += 1"
+            "            locks = data.lock_ref = data.lock_ref + 1"
         ),
         test="tests/tree/test_locks.py::test_a_lock_holds_every_node_to_the_root",
     ),
@@ -316,7 +319,7 @@ MUTANTS: Final = [
         rule="§6.2",
         harm="held pages are promised to others",
         file=FULL,
-        old="self.device.protect(len(data.value))",
+        old="self.device.protect(num_pages)",
         new="pass",
         test="tests/tree/test_locks.py::test_a_lock_holds_every_node_to_the_root",
     ),
@@ -353,10 +356,11 @@ MUTANTS: Final = [
         harm="what was held once is never evicted again: a leak",
         file=FULL,
         old=(
-            "                if current.device_children == 0:\n"
-            "                    self.leaves.refresh(current)"
+            "                if node.device_children == 0:\n"
+            "                    self.leaves.refresh(node)\n"
+            "            node, parent"
         ),
-        new="                pass",
+        new="                pass\n            node, parent",
         test="tests/tree/test_locks.py::test_a_lock_holds_every_node_to_the_root",
     ),
     Mutant(
@@ -488,7 +492,7 @@ MUTANTS: Final = [
         rule="§8.1",
         harm="inner nodes stay for ever: a leak",
         file=FULL,
-        old="            parent.live_children == 0\n            or parent.device_children == 0\n",
+        old="            parent.device_children == 0\n            or parent.live_children == 0\n",
         new="            parent.live_children < 0\n",
         test="tests/tree/test_eviction.py::test_inner_nodes_become_leaves_and_go_too",
     ),
@@ -520,11 +524,56 @@ MUTANTS: Final = [
         test="tests/tree/test_locks.py::test_receipts_from_before_a_reset_are_stale",
     ),
     Mutant(
+        id="a-cut-key-keeps-its-place",
+        rule="§5.1",
+        harm="what follows is hung below tokens that the key has no longer: wrong bytes",
+        file=KEYS,
+        old="        self.place = None\n",
+        new="",
+        test=INSERT + "test_a_key_whose_first_tokens_are_other_ones_now",
+    ),
+    Mutant(
+        id="a-place-is-good-in-every-tree",
+        rule="§5.1",
+        harm="what is published hangs in another tree, or in one that was reset: lost pages",
+        file=RADIX,
+        old="        if found[-1].parent is not self.root:\n            return self.root  # it",
+        new="        if not found:\n            return self.root  # it",
+        test=INSERT + "test_a_key_that_another_tree_has_seen",
+    ),
+    Mutant(
+        id="a-place-beyond-what-is-owned",
+        rule="§5.4",
+        harm="duplicates are passed over: a leak",
+        file=RADIX,
+        old="self._go_on(key.place, min(owned, length), path)",
+        new="self._go_on(key.place, length, path)",
+        test=INSERT + "test_a_key_of_which_less_is_owned_than_was_matched",
+    ),
+    Mutant(
+        id="a-split-leaves-the-path-as-it-was",
+        rule="§6.2",
+        harm="the node that a split has made is not held: early free",
+        file=RADIX,
+        old="        self.num_nodes += 1\n        self._way_to, self._way = self.root, []\n",
+        new="        self.num_nodes += 1\n",
+        test=INSERT + "test_the_path_to_a_match_is_walked_again_after_a_split",
+    ),
+    Mutant(
+        id="the-first-child-is-the-only-one",
+        rule="§3.2",
+        harm="the checker's: a node names an only child and has two",
+        file=RADIX,
+        old="parent.only = leaf if is_only else None",
+        new="parent.only = leaf if is_only else parent.only",
+        test=INSERT + "test_an_only_child_that_gets_a_sibling",
+    ),
+    Mutant(
         id="order-forgets-a-move",
         rule="§2.5",
         harm="the wrong leaf goes",
         file=ORDER,
-        old=("            Order.remove(self, node)\n            Order.insert(self, node)"),
+        old="            self.take_out(data)\n            self.put(node, data, rank)",
         new="            pass",
         test="tests/tree/test_policies.py::test_the_order_follows_every_change",
     ),

@@ -363,3 +363,89 @@ def test_a_new_leaf_below_a_lock_is_not_locked() -> None:
     assert (rig.tree.protected_size(), rig.tree.evictable_size()) == (4, 0)
     rig.tree.dec_lock_ref(new)
     rig.check()
+
+
+# --- a key that was matched before: the tree goes on from where it has seen it --------------------
+
+
+def test_a_key_that_was_cut_since_its_match_is_looked_for_again() -> None:
+    """Its place in the tree was that of tokens that it has no longer."""
+    rig = Rig()
+    rig.publish(seq("A", 64))
+    key = RadixKey(seq("A", 64))
+    held = rig.tree.inc_lock_ref(rig.match(key, 32).device_boundary)
+    rig.match(key)
+    key.truncate(32)
+    key.extend(seq("B", 32))
+    assert rig.insert(key, rig.compute(key, 2), 32).node.end == 64
+    assert rig.hit(seq("A", 64)) == rig.hit([*seq("A", 32), *seq("B", 32)]) == (64, 0)
+    rig.tree.dec_lock_ref(held)
+    rig.check()
+
+
+def test_a_key_whose_first_tokens_are_other_ones_now() -> None:
+    """Cut to less than is owned of it: the tree does not hold that."""
+    rig = Rig()
+    rig.publish(seq("A", 32))
+    key = RadixKey(seq("A", 32))
+    rig.match(key)
+    key.truncate(16)
+    key.extend(seq("B", 32))
+    with pytest.raises(StaleError, match="only up to 16"):
+        rig.tree.insert(InsertParams(key, (ids(-1, -1, 9),), prev_prefix_len=32))
+    rig.check()
+
+
+def test_a_key_of_which_less_is_owned_than_was_matched() -> None:
+    """What it has found beyond is not passed over: the caller's pages there are duplicates."""
+    rig = Rig()
+    rig.publish(seq("A", 32))
+    rig.publish(seq("A", 64))
+    key = RadixKey(seq("A", 80))
+    rig.match(key)
+    result = rig.insert(key, rig.compute(key, 2), 32)
+    assert (result.first_changed, result.prefix_len) == (32, 64)
+    assert len(result.duplicates[0]) == 2
+    rig.check()
+
+
+def test_a_key_that_another_tree_has_seen() -> None:
+    """A place in one tree is none in another, nor in the same one after a `reset()`."""
+    rig, other = Rig(), Rig()
+    for subject in (rig, other):
+        subject.publish(seq("A", 32))
+    key = RadixKey(seq("A", 64))
+    rig.match(key)
+    assert other.insert(key, other.compute(key, 2), 32).node.end == 64
+    assert other.hit(key) == (64, 0)
+    other.check()
+    rig.match(key)
+    rig.tree.reset()
+    with pytest.raises(StaleError, match="only up to 0"):
+        rig.tree.insert(InsertParams(key, (ids(-1, -1, 9, 9),), prev_prefix_len=32))
+
+
+def test_the_path_to_a_match_is_walked_again_after_a_split() -> None:
+    """Between a match and the lock of it, a lock of something shorter cuts the path."""
+    rig = Rig()
+    rig.publish(seq("A", 64))
+    long, short = rig.match(seq("A", 64)), rig.match(seq("A", 32))
+    rig.match(seq("A", 64))
+    first = rig.tree.inc_lock_ref(short.device_boundary)
+    second = rig.tree.inc_lock_ref(long.device_boundary)
+    assert [node.data[0].lock_ref for node in path_to(long.device_node)] == [2, 1]
+    assert rig.tree.protected_size() == 4
+    for receipt in (first, second):
+        rig.tree.dec_lock_ref(receipt)
+    rig.check()
+
+
+def test_an_only_child_that_gets_a_sibling() -> None:
+    """From then on a page decides which of them is meant."""
+    rig = Rig()
+    rig.publish(seq("A", 32))
+    rig.publish(seq("A", 64))
+    fork = [*seq("A", 32), *seq("B", 32)]
+    rig.publish(fork)
+    assert rig.hit(seq("A", 64)) == rig.hit(fork) == (64, 0)
+    rig.check()

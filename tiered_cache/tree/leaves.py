@@ -22,7 +22,7 @@ from tiered_cache.types import Tier
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tiered_cache.tree.node import Node
+    from tiered_cache.tree.node import ComponentData, Node
     from tiered_cache.tree.policies import EvictionPolicy
 
 DEVICE: Final = Tier.DEVICE  # looking an enum member up costs as much as a tree step
@@ -85,9 +85,8 @@ class LeafSets:
             if len(self._unsettled) == MAX_UNSETTLED:
                 self.settle()
 
-    def forget(self, node: Node) -> None:
+    def forget(self, node: Node, data: ComponentData) -> None:
         """A node is on no tier any more: most go for good, and there is nothing to wait for."""
-        data = node.data[BASE]
         data.queue = None
         if data.mirror_rank >= 0:
             self.mirrors.remove(node)

@@ -63,8 +63,8 @@ class Node:
     + 1, which no split ever changes; `child_key`: the key under which it hangs in
     `parent.children`. `device_children`, `host_children`, `live_children`: how many children have
     a base value on the device, on the host, and on any tier; they make the leaf predicates O(1).
-    `only`: its one child, or None when there are more, or when a look at the edge would cost more than
-    finding it by its first page; never the root's, whose children differ by namespace.
+    `only`: its one child, or None when there are more, or when a look at the edge would cost more
+    than finding it by its first page; never the root's, whose children differ by namespace.
     `is_gap`: it is nowhere, above host copies that were held when it went (semantics §6.4).
     """
 

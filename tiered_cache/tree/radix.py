@@ -835,15 +835,14 @@ class RadixTree:
 
     def _drop(self, node: Node, eviction: Eviction) -> None:
         base = node.data[BASE]
-        had_base = base.value is not None or base.host_value is not None
+        if not base.stored and (base.value is not None or base.host_value is not None):
+            eviction.dropped_tokens += node.end - node.start
         for component in self._upwards:
             data = node.data[component.index]
             if data.value is not None:
                 component.evict_component(node, DEVICE, eviction)
             if data.host_value is not None:
                 component.evict_component(node, Tier.HOST, eviction)
-        if had_base and not base.stored:
-            eviction.dropped_tokens += node.end - node.start
         self._prune(node)
 
     def _prune(self, node: Node) -> None:

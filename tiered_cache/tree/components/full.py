@@ -313,7 +313,10 @@ class FullComponent(TreeComponent):
             ids, data.value = data.value, None
             assert ids is not None, "callers have looked"
             parent.device_children -= 1
-            self.device.credit(-len(ids), data.lock_ref)
+            if data.lock_ref:
+                self.device.protected -= len(ids)
+            else:
+                self.device.evictable -= len(ids)
         else:
             ids, data.host_value = data.host_value, None
             assert ids is not None, "callers have looked"
@@ -321,12 +324,12 @@ class FullComponent(TreeComponent):
             self.host.credit(-len(ids), data.host_lock_ref)
         if data.value is None and data.host_value is None:
             parent.live_children -= 1
-            self.leaves.forget(node)
+            self.leaves.forget(node, data)
         else:
             self.leaves.refresh(node)
         if (
-            parent.live_children == 0
-            or parent.device_children == 0
+            parent.device_children == 0
+            or parent.live_children == 0
             or (parent.host_children == 0 and tier is not DEVICE)
         ):
             self.leaves.refresh(parent)

@@ -74,8 +74,8 @@ class MambaComponent(SparseComponent):
     def update_component_on_insert_overlap(
         self, node: Node, start: int, params: InsertParams, result: InsertResult
     ) -> PageIds | None:
-        # Of the states that the insert has for `(start, end]`, the one at the end of the node, if it
-        # has none there (semantics §5.7); the others are left.
+        # Of the states that the insert has for `(start, end]`, the one at the end of the node, if
+        # it has none there (semantics §5.7); the others are left.
         size = self.page_size
         if start < params.prev_prefix_len:
             start = params.prev_prefix_len

@@ -63,8 +63,9 @@ class SparseOrders:
         for."""
         if data.mirror_rank >= 0:
             self.mirrors.remove(node)
-        if data.listed is not None:
-            data.listed.take_out(data)
+        listed: Any = data.listed
+        if listed is not None:
+            listed.take_out(data)
             data.listed = None
 
     def settle(self) -> None:
@@ -77,7 +78,7 @@ class SparseOrders:
                 wanted = None if data.lock_ref else device
             else:
                 wanted = self.wanted(data)
-            listed = data.listed
+            listed: Any = data.listed  # one of these orders
             if wanted is not None:
                 rank = data.stamp << DEPTH_BITS | node.end
                 if listed is None:
@@ -242,7 +243,10 @@ class SparseComponent(TreeComponent):
         if tier is DEVICE:
             ids, data.value = data.value, None
             assert ids is not None, "callers have looked"
-            self.device.credit(-len(ids), data.lock_ref)
+            if data.lock_ref:
+                self.device.protected -= len(ids)
+            else:
+                self.device.evictable -= len(ids)
         else:
             ids, data.host_value = data.host_value, None
             assert ids is not None, "callers have looked"

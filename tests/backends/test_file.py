@@ -75,15 +75,19 @@ async def test_nothing_of_nothing(tmp_path: Path) -> None:
         assert store.stats() == BackendStats(0, 0, 10 << 30)
 
 
-async def test_b64_another_length_is_corrupt_without_reading_it(tmp_path: Path) -> None:
-    """Longer, shorter or empty: nothing arrives in the buffer."""
+async def test_b64_another_length_is_corrupt(tmp_path: Path) -> None:
+    """Longer, shorter or empty: it is not said to have arrived, and nothing behind the row is
+    touched."""
     async with opened(tmp_path) as store:
         await put(store, 1)
-        for num_bytes in (0, ROW - 1, ROW + 1):
+        for num_bytes in (0, ROW - 1, ROW + 1, 3 * ROW):
             os.truncate(object_file(tmp_path, 1), num_bytes)
-            (place,) = buffers(1)
-            assert await store.read(keys(1), [place]) == [ReadResult.CORRUPT]
-            assert place == b"\xee" * ROW
+            place, behind = buffers(2)
+            upto: list[int] = [0]
+            results = await store.read(keys(1), [place], lambda _, stop: upto.append(stop))
+            assert results == [ReadResult.CORRUPT]
+            assert max(upto) < ROW
+            assert behind == b"\xee" * ROW
 
 
 async def test_b79_what_has_the_wrong_length_is_replaced(tmp_path: Path) -> None:

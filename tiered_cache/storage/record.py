@@ -32,6 +32,9 @@ HEADER: Final = struct.Struct("<8sII16s32s32sQQH")
 """Magic, version, where the payload begins, checksum, fingerprint, page key, where the payload
 ends, length of the row, length of the component's id (which follows; then zeros)."""
 
+AFTER_KEY_BYTES: Final = 18
+"""Of the header, what follows the page key."""
+
 CHECKSUM: Final = slice(16, 32)
 PAYLOAD_START: Final = 512
 CHECKED_FROM: Final = CHECKSUM.stop
@@ -43,6 +46,9 @@ PAGE_KEY_BYTES: Final = KEY_BYTES - SCOPE_BYTES
 MAX_COMPONENT_BYTES: Final = 256
 PIECE_BYTES: Final = 256 << 10
 """Checked in pieces that are still in the processor's cache (reference §2)."""
+
+AT_ONCE_BYTES: Final = 2 * PIECE_BYTES
+"""What comes in one piece of no more is checked in one."""
 
 
 def fingerprint(facts: Mapping[str, Any]) -> bytes:
@@ -61,7 +67,7 @@ class RecordFormat:
         row_bytes, payload_end: of a row, and where in it the last slice ends.
     """
 
-    __slots__ = ("component", "identity", "payload_end", "row_bytes", "scope")
+    __slots__ = ("_after", "_before", "component", "identity", "payload_end", "row_bytes", "scope")
 
     def __init__(self, component: str, identity: bytes, row_bytes: int, payload_end: int) -> None:
         if not PAYLOAD_START <= payload_end <= row_bytes:
@@ -75,6 +81,23 @@ class RecordFormat:
         self.row_bytes = row_bytes
         self.payload_end = payload_end
         self.scope = identity[:SCOPE_BYTES]
+        name = component.encode()
+        header = HEADER.pack(
+            MAGIC,
+            FORMAT_VERSION,
+            PAYLOAD_START,
+            bytes(16),
+            identity,
+            bytes(PAGE_KEY_BYTES),
+            payload_end,
+            row_bytes,
+            len(name),
+        )
+        self._before, self._after = header[: CHECKSUM.start], header[-AFTER_KEY_BYTES:] + name
+
+    def header(self, page_key: bytes, checksum: bytes) -> bytes:
+        """What a row begins with; zeros follow, up to the payload."""
+        return b"".join((self._before, checksum, self.identity, page_key, self._after))
 
     def object_key(self, page_key: bytes) -> ObjectKey:
         return ObjectKey(self.scope + page_key)
@@ -83,20 +106,8 @@ class RecordFormat:
         """Write the header into a row: from now on it is an object."""
         if len(row) != self.row_bytes or len(page_key) != PAGE_KEY_BYTES:
             raise ValueError(f"a row of {len(row)} bytes under a key of {len(page_key)}")
-        name = self.component.encode()
-        header = HEADER.pack(
-            MAGIC,
-            FORMAT_VERSION,
-            PAYLOAD_START,
-            bytes(16),
-            self.identity,
-            page_key,
-            self.payload_end,
-            self.row_bytes,
-            len(name),
-        )
-        row[:PAYLOAD_START] = (header + name).ljust(PAYLOAD_START, b"\0")
-        row[CHECKSUM] = Arrival(self, row, page_key).checksum()
+        row[:PAYLOAD_START] = self.header(page_key, bytes(16)).ljust(PAYLOAD_START, b"\0")
+        row[CHECKSUM] = xxhash.xxh3_128_digest(row[CHECKED_FROM : self.payload_end])
 
     def check(self, row: memoryview, page_key: bytes) -> str | None:
         """What is wrong with a row that was read, in words; None when it is what it says it is."""
@@ -107,18 +118,26 @@ class Arrival:
     """A row that is being read: checked piece by piece as its bytes come, by one thread at a
     time."""
 
-    __slots__ = ("_format", "_hash", "_page_key", "_row", "_upto")
+    __slots__ = ("_checksum", "_format", "_hash", "_page_key", "_row", "_upto")
 
     def __init__(self, record: RecordFormat, row: memoryview, page_key: bytes) -> None:
         self._format = record
         self._row = row
         self._page_key = page_key
-        self._hash = xxhash.xxh3_128()
+        self._checksum = b""
+        self._hash: xxhash.xxh3_128 | None = None
         self._upto = CHECKED_FROM
 
     def arrived(self, stop: int) -> None:
         """Bytes `[0, stop)` are there."""
-        stop = min(stop, self._format.payload_end)
+        end = self._format.payload_end
+        if self._hash is None:
+            if stop >= end and end <= AT_ONCE_BYTES:
+                self._checksum = xxhash.xxh3_128_digest(self._row[CHECKED_FROM:end])
+                self._upto = end
+                return
+            self._hash = xxhash.xxh3_128()
+        stop = min(stop, end)
         while self._upto < stop:
             upto = min(stop, self._upto + PIECE_BYTES)
             self._hash.update(self._row[self._upto : upto])
@@ -131,14 +150,20 @@ class Arrival:
 
     def checksum(self) -> bytes:
         """Of the row as it is, all of which is there."""
-        self.arrived(self._format.payload_end)
-        return self._hash.digest()
+        if not self._checksum:
+            self.arrived(self._format.payload_end)
+            if self._hash is not None:
+                self._checksum = self._hash.digest()
+        return self._checksum
 
     def verdict(self) -> str | None:
         """All bytes are there: what is wrong with them, or None."""
         record = self._format
         if len(self._row) != record.row_bytes:
             return "is of another length"
+        header = record.header(self._page_key, self.checksum())
+        if self._row[: len(header)] == header:
+            return None
         magic, version, start, checksum, identity, page_key, end, length, name_bytes = (
             HEADER.unpack_from(self._row)
         )

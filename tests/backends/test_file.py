@@ -83,10 +83,10 @@ async def test_b64_another_length_is_corrupt(tmp_path: Path) -> None:
         for num_bytes in (0, ROW - 1, ROW + 1, 3 * ROW):
             os.truncate(object_file(tmp_path, 1), num_bytes)
             place, behind = buffers(2)
-            upto: list[int] = [0]
-            results = await store.read(keys(1), [place], lambda _, stop: upto.append(stop))
+            told: list[tuple[int, int]] = []
+            results = await store.read(keys(1), [place], lambda *row: told.append(row))  # noqa: B023
             assert results == [ReadResult.CORRUPT]
-            assert max(upto) < ROW
+            assert all(stop < ROW for _, stop in told)
             assert behind == b"\xee" * ROW
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from tiered_cache.errors import BackendError
 from tiered_cache.storage import BackendStats, StorageBackend
 from tiered_cache.storage.backend import ignore_arrivals
-from tiered_cache_file.directory import Directory
+from tiered_cache_file.directory import Directory, Writing
 from tiered_cache_file.layout import NUM_BUCKETS, prepare
 from tiered_cache_file.options import FileOptions
 from tiered_cache_file.reading import Item
@@ -94,9 +96,18 @@ class FileBackend(StorageBackend):
         await self._list_in_time()
         clock = self._directory.room.clock
         stamps = clock.falling(len(keys))
-        parts = self._parts(keys, rows, stamps)
+        parts = [list(map(Writing, items)) for items in self._parts(keys, rows, stamps)]
         with clock.writing(stamps):
-            return await self._all(self._directory.write, [(items,) for items in parts])
+            if len(parts) == 1:
+                return await self._context.run(self._directory.write, *parts)
+            batch = list(chain.from_iterable(parts))
+            try:
+                await self._at_once(self._directory.fill, [(part,) for part in parts])
+                return await self._context.run(self._directory.land, batch)
+            except BaseException:
+                with suppress(BackendError):  # what is written is not lost
+                    await self._context.run(self._directory.land, batch)
+                raise
 
     async def _list_in_time(self) -> None:
         """One call pays for it while the others go on. When nobody has, all would have to wait."""
@@ -150,16 +161,20 @@ class FileBackend(StorageBackend):
         return list(_divide(items, min(max(share, MIN_JOB_BYTES), JOB_BYTES)))
 
     async def _all(self, job: Callable[..., list[R]], parts: Sequence[tuple[Any, ...]]) -> list[R]:
-        """`job(*part)` for each part, at once; the results in one list. Nothing of it goes on when
-        this has ended, in whichever way."""
+        """As `_at_once`; the results in one list."""
+        return list(chain.from_iterable(await self._at_once(job, parts)))
+
+    async def _at_once(self, job: Callable[..., R], parts: Sequence[tuple[Any, ...]]) -> list[R]:
+        """`job(*part)` for each part. Nothing of it goes on when this has ended, in whichever
+        way."""
         if len(parts) == 1:
-            return await self._context.run(job, *parts[0])
+            return [await self._context.run(job, *parts[0])]
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._context.run(job, *part)) for part in parts]
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
-        return list(chain.from_iterable(task.result() for task in tasks))
+        return [task.result() for task in tasks]
 
 
 def _divide(items: Iterator[Item], max_bytes: int) -> Iterator[list[Item]]:

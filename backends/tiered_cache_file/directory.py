@@ -55,6 +55,11 @@ class Writing:
     def is_open(self) -> bool:
         return self.result is None and self.error is None
 
+    @property
+    def is_written(self) -> bool:
+        """Out of sight, as yet."""
+        return self.temporary is not None and self.is_open
+
 
 class Directory:
     """An open directory. Made in a thread, too.
@@ -121,21 +126,40 @@ class Directory:
 
     # --- writing ----------------------------------------------------------------------------------
 
-    def write(self, items: Sequence[Item]) -> list[WriteResult]:
-        """Keep rows, the first of them where there is not room for all.
+    def write(self, rows: Sequence[Writing]) -> list[WriteResult]:
+        """`fill` and `land` in one.
 
         Raises:
             BackendError: the directory cannot be written to.
         """
-        rows = [Writing(item) for item in items]
+        self.fill(rows)
+        return self.land(rows)
+
+    def fill(self, rows: Sequence[Writing]) -> None:
+        """Write rows out of sight, as far as there is space. Many threads can, each some rows of a
+        batch; `land` must follow, in any case."""
+        for row in rows:
+            row.result = self._known(row.item)
+        new = [row for row in rows if row.result is None]
+        if new:
+            self._fill(new, self._space(new))
+
+    def land(self, rows: Sequence[Writing]) -> list[WriteResult]:
+        """Bring a batch into sight, the first rows of it where there is not room for all. By one
+        thread and under one lock: several would wait for one another.
+
+        Raises:
+            BackendError: the directory cannot be written to.
+        """
         new: dict[ObjectKey, Writing] = {}  # a key may come twice
         try:
             for row in rows:
-                row.result = self._known(row.item)
                 if row.result is None:
                     new.setdefault(row.item.key, row)
-            if new:
-                self._write_new(list(new.values()))
+            self._land([row for row in new.values() if row.is_written])
+            for row in new.values():
+                if row.error is not None:
+                    row.result = self._failed(row.error)
             for row in rows:
                 first = new.get(row.item.key, row)
                 if row is not first:
@@ -146,6 +170,7 @@ class Directory:
             for row in rows:
                 if row.temporary is not None:
                     _remove(row.temporary)
+                    row.temporary = None
 
     def _known(self, item: Item) -> WriteResult | None:
         """What is clear without writing it."""
@@ -153,12 +178,6 @@ class Directory:
             return WriteResult.REFUSED
         same = self.objects.num_bytes(item.key) == len(item.row)
         return WriteResult.EXISTS if same and self.objects.touch(item.key, item.stamp) else None
-
-    def _write_new(self, rows: Sequence[Writing]) -> None:
-        self._land(self._fill(rows, self._space(rows)))
-        for row in rows:
-            if row.error is not None:
-                row.result = self._failed(row.error)
 
     def _space(self, rows: Sequence[Writing]) -> int:
         """How many bytes can be written without touching the reserve, if need be after others have
@@ -176,9 +195,7 @@ class Directory:
             raise unusable(self._root, error) from error
         return system.f_bavail * system.f_frsize - self._reserve
 
-    def _fill(self, rows: Sequence[Writing], space: int) -> list[Writing]:
-        """Write them out of sight, as far as there is space; those that are written."""
-        written = []
+    def _fill(self, rows: Sequence[Writing], space: int) -> None:
         for row in rows:
             space -= row.num_bytes
             if space < 0:
@@ -190,9 +207,6 @@ class Directory:
                 row.error = error
                 if error.errno in FULL:
                     break  # for the others, too
-            else:
-                written.append(row)
-        return written
 
     def _land(self, rows: Sequence[Writing]) -> None:
         """Bring them into sight, as far as there is room."""

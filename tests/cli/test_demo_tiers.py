@@ -50,7 +50,7 @@ def story(**first: Any) -> tiers.Story:
     requests = {(r.chat, r.turn): r for r in again}
     recomputed = request(0, 0, 9.0, model_s=3.0)
     restarted = Restart(requests, recomputed, Comparison(Reference()), 1.0, 4711, 62, 62_000_000)
-    return tiers.Story(SIZE, phase(without), phase(with_cache), restarted)
+    return tiers.Story("Some model", SIZE, phase(without), phase(with_cache), restarted)
 
 
 def test_what_was_promised_is_so() -> None:
@@ -121,6 +121,7 @@ def test_there_is_a_plot_of_whatever_happened(tmp_path: Path, num_from_storage: 
     assert plot.read_bytes().startswith(b"\x89PNG")
     alone = {(0, 0): told.without.requests[0, 0]}
     one = tiers.Story(
+        "Some model",
         DemoSize(1, 1, 1, one_by_one=True),
         replace(told.without, requests=alone),
         replace(told.with_cache, requests=alone),
@@ -145,5 +146,5 @@ def test_a_second_process_that_fails_is_an_error(capfd: pytest.CaptureFixture[st
     model = {"dtype": "int8", "num_layers": 1, "num_kv_heads": 1, "head_dim": 4}
     config = load_config({"model": model}, environ={}).model_copy(update={"page_size": 0})
     with pytest.raises(RestartError, match="exit code 1"):
-        restart(config, SIZE, Reference(), lambda count: None)
+        restart(config, "smollm2-135m", SIZE, Reference(), lambda count: None)
     assert "page_size" in capfd.readouterr().err

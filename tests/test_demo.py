@@ -28,6 +28,7 @@ def test_two_chats_say_the_same_sooner(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert str(plot) in done.stdout
+    assert done.stdout.startswith("SmolLM2-135M-Instruct: Apache-2.0.\n")
     assert "Same answers: " in done.stdout
     assert "The model's grant: " in done.stdout
     assert re.search(r"requests +│ +4 +│ +4", done.stdout)
@@ -106,6 +107,26 @@ def test_tiers_that_are_never_hit_are_said(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stdout + done.stderr
     assert "After the restart: Same answers: 2 tokens" in done.stdout  # computed, too
     assert "NO HIT of device and host and storage: 66 pages (49 MB) written" in done.stdout
+
+
+@pytest.mark.licensed
+@pytest.mark.timeout(1800)
+def test_a_hybrid_model_hits_every_tier_with_its_windows(tmp_path: Path) -> None:
+    """Gemma, whose windows are pages of their own: the same story, told to the end."""
+    plot = tmp_path / "plot.png"
+    more = ["--turns=2", "--new-tokens=8", f"--out={plot}", "--no-progress"]
+    command = [*DEMO, "--model=gemma3-270m", f"--config={CONFIGS / 'gemma.yaml'}", *more]
+    where = {"TIERED_CACHE_STORAGE__OPTIONS__PATH": str(tmp_path / "cache")}
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, **where}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    said = " ".join(done.stdout.split())
+    assert said.startswith("Gemma-3-270M: Gemma is provided under and subject to the Gemma Terms")
+    assert "Every tier was hit: of 16 requests " in said
+    assert "After the restart: Same answers: " in said
+    assert "had 1,008 of the first prompt's 1,016 tokens from storage: " in said
 
 
 def _cells(text: str, name: str) -> list[str]:

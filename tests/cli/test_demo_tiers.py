@@ -10,7 +10,14 @@ import pytest
 
 from tiered_cache.cli import _demo_tiers as tiers
 from tiered_cache.cli._demo_restart import Restart, RestartError, restart
-from tiered_cache.cli._demo_run import Comparison, DemoSize, Phase, Reference, Request
+from tiered_cache.cli._demo_run import (
+    Comparison,
+    DemoSize,
+    Phase,
+    Reference,
+    Request,
+    base_capacity,
+)
 from tiered_cache.config import load_config
 from tiered_cache.stats import CacheStats, PoolStats, StorageCounters, StorageStats
 
@@ -50,7 +57,7 @@ def story(**first: Any) -> tiers.Story:
     requests = {(r.chat, r.turn): r for r in again}
     recomputed = request(0, 0, 9.0, model_s=3.0)
     restarted = Restart(requests, recomputed, Comparison(Reference()), 1.0, 4711, 62, 62_000_000)
-    return tiers.Story(SIZE, phase(without), phase(with_cache), restarted)
+    return tiers.Story("Some model", SIZE, phase(without), phase(with_cache), restarted)
 
 
 def test_what_was_promised_is_so() -> None:
@@ -121,12 +128,22 @@ def test_there_is_a_plot_of_whatever_happened(tmp_path: Path, num_from_storage: 
     assert plot.read_bytes().startswith(b"\x89PNG")
     alone = {(0, 0): told.without.requests[0, 0]}
     one = tiers.Story(
+        "Some model",
         DemoSize(1, 1, 1, one_by_one=True),
         replace(told.without, requests=alone),
         replace(told.with_cache, requests=alone),
         replace(told.again, requests=alone),
     )
     tiers.plot(one, plot)
+
+
+def test_tokens_are_counted_by_full_attention() -> None:
+    """A tier that has fewer pages of a window, or more, holds no fewer tokens for that."""
+    pools = {
+        name: PoolStats(capacity=capacity, free=0, evictable=0, protected=0)
+        for name, capacity in (("full", 96), ("swa", 48))
+    }
+    assert base_capacity(pools) == 96
 
 
 def test_tenants_come_back_after_none_one_and_two_others() -> None:
@@ -145,5 +162,5 @@ def test_a_second_process_that_fails_is_an_error(capfd: pytest.CaptureFixture[st
     model = {"dtype": "int8", "num_layers": 1, "num_kv_heads": 1, "head_dim": 4}
     config = load_config({"model": model}, environ={}).model_copy(update={"page_size": 0})
     with pytest.raises(RestartError, match="exit code 1"):
-        restart(config, SIZE, Reference(), lambda count: None)
+        restart(config, "smollm2-135m", SIZE, Reference(), lambda count: None)
     assert "page_size" in capfd.readouterr().err

@@ -19,7 +19,8 @@ from tests.integrations.helpers import poison, settings
 from tiered_cache import UnifiedRadixCache
 from tiered_cache.config import Config
 from tiered_cache.integrations.transformers import TransformersRunner
-from tiered_cache.testing.models import load_smollm2, tiny_model
+from tiered_cache.testing.chat_models import load_smollm2
+from tiered_cache.testing.models import tiny_model
 
 
 @functools.cache

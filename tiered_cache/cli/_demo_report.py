@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from tiered_cache.cli._demo_run import Comparison, DemoSize, Difference, Phase, Request
-    from tiered_cache.testing.models import ChatModel
+    from tiered_cache.testing.chat_models import ChatModel
 
 WITHOUT_COLOUR: Final = "#c2571a"
 WITH_COLOUR: Final = "#1f7a8c"
@@ -230,7 +230,7 @@ def _describe(difference: Difference, kind: str, chat_model: ChatModel) -> str:
 # --- Plot -----------------------------------------------------------------------------------------
 
 
-def plot(without: Phase, with_cache: Phase, size: DemoSize, path: Path) -> None:
+def plot(without: Phase, with_cache: Phase, size: DemoSize, model: str, path: Path) -> None:
     """Two panels: each request's time to first token, and where its prompt tokens came from."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -248,7 +248,7 @@ def plot(without: Phase, with_cache: Phase, size: DemoSize, path: Path) -> None:
     figure.text(
         0.065, 0.945, _headline(without, with_cache), fontsize=15, fontweight="bold", color=INK
     )
-    figure.text(0.065, 0.9, _subtitle(with_cache, size), fontsize=10.5, color=FAINT)
+    figure.text(0.065, 0.9, _subtitle(with_cache, size, model), fontsize=10.5, color=FAINT)
     figure.text(0.065, 0.022, _footnote(with_cache), fontsize=8.5, color=FAINT)
     figure.subplots_adjust(left=0.065, right=0.975, top=0.79, bottom=0.14, wspace=0.2)
     figure.savefig(path)
@@ -265,8 +265,8 @@ def _headline(without: Phase, with_cache: Phase) -> str:
     return f"First token {speedup.ratio:.1f} times sooner {when}"
 
 
-def _subtitle(with_cache: Phase, size: DemoSize) -> str:
-    text = f"SmolLM2-135M, float32, CPU: {size.chats} chats at once, {size.turns} turns each, over "
+def _subtitle(with_cache: Phase, size: DemoSize, model: str) -> str:
+    text = f"{model}, float32, CPU: {size.chats} chats at once, {size.turns} turns each, over "
     if size.tenants == 1:
         return text + "one system prompt of about 1,000 tokens"
     text += f"the system prompts of {size.tenants} tenants"

@@ -28,6 +28,7 @@ from tiered_cache.cli._demo_run import (
     run_phase,
 )
 from tiered_cache.config import load_config
+from tiered_cache.testing.chat_models import CHAT_MODELS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -62,12 +63,17 @@ class Restart:
 
 
 def restart(
-    config: Config, size: DemoSize, reference: Reference, on_tokens: Callable[[int], None]
+    config: Config,
+    model: str,
+    size: DemoSize,
+    reference: Reference,
+    on_tokens: Callable[[int], None],
 ) -> Restart:
     """Everybody's first question again, to another process with another cache; and the very first
     once more without it.
 
-    `on_tokens(n)` is told about progress: it adds up to `(chats + 1) × new_tokens`.
+    `model`: its name in `CHAT_MODELS`. `on_tokens(n)` is told about progress: it adds up to
+    `(chats + 1) × new_tokens`.
 
     Raises:
         RestartError: it has failed.
@@ -77,6 +83,7 @@ def restart(
     # On its standard input, because the configuration may hold a password.
     question = {
         "config": config.model_dump(exclude_none=True),
+        "model": model,
         "size": asdict(first_turn),
         "expected": expected,
     }
@@ -142,7 +149,8 @@ def _answer(question: dict[str, Any]) -> None:
     for (chat, turn), choices in question["expected"]:
         reference.choices[chat, turn] = [Choice(*choice) for choice in choices]
     comparison = Comparison(reference)
-    chat_model, size = load_model(), DemoSize(**question["size"])
+    chat_model = load_model(CHAT_MODELS[question["model"]])
+    size = DemoSize(**question["size"])
 
     def say_tokens(count: int) -> None:
         _say(tokens=count)

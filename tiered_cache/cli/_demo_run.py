@@ -19,16 +19,16 @@ from tiered_cache.cache import UnifiedRadixCache
 from tiered_cache.cli._demo_chats import HANDBOOK, question
 from tiered_cache.errors import TieredCacheError
 from tiered_cache.integrations.transformers import TransformersRunner, generate
-from tiered_cache.testing.models import load_smollm2
+from tiered_cache.testing.chat_models import load_chat_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from tiered_cache.chunk import Chunk
     from tiered_cache.config import Config
     from tiered_cache.lease import Lease
-    from tiered_cache.stats import CacheStats
-    from tiered_cache.testing.models import ChatModel
+    from tiered_cache.stats import CacheStats, PoolStats
+    from tiered_cache.testing.chat_models import ChatModel, ModelRecord
 
 NEAR_TIE: Final = 1e-3
 """Two tokens whose logits differ by less are equally right: the order of float32 sums decides."""
@@ -59,11 +59,11 @@ DECK: Final = (0, 0, 1, 0, 2, 1, 0, 0)
 device's copy, who comes after one other the host's, and who comes after two others storage's."""
 
 
-def load_model() -> ChatModel:
+def load_model(record: ModelRecord) -> ChatModel:
     """The model, warm, and what a server sets for its process; the library never does."""
     # One thread: two fight for two cores with the event loop and anything else that runs here.
     torch.set_num_threads(1)
-    chat_model = load_smollm2()
+    chat_model = load_chat_model(record)
     with torch.inference_mode():  # brings the weights into memory: no request's time
         chat_model.model(input_ids=torch.arange(512)[None], use_cache=False, logits_to_keep=1)
     # The gc policy for servers: what is there now is never scanned again.
@@ -207,8 +207,13 @@ async def run_phase(
         wall_s = time.perf_counter() - started
         await cache.drain()
         stats = cache.stats()
-        device_tokens = cache.page_size * min(pool.capacity for pool in stats.pools.values())
+        device_tokens = cache.page_size * base_capacity(stats.pools)
     return Phase(dict(sorted(requests.items())), wall_s, stats, device_tokens)
+
+
+def base_capacity(pools: Mapping[str, PoolStats]) -> int:
+    """Pages of the component that tokens are counted by: the first one. Others keep a part."""
+    return next(iter(pools.values())).capacity
 
 
 def _poison(cache: UnifiedRadixCache) -> None:
@@ -243,14 +248,14 @@ class _Talk:
     async def run(self, chat: int, requests: dict[tuple[int, int], Request]) -> None:
         """One chat: each prompt is all that was said before, as tokens, and a new question."""
         model = self.chat_model
-        history = model.message("system", HANDBOOK)
+        history = model.opening(HANDBOOK)
         for turn in range(self.size.turns):
-            history += model.message("user", question(chat, turn)) + model.reply_start()
+            history += model.question(question(chat, turn), first=turn == 0)
             request = Request(chat, turn, len(history), arrived=time.perf_counter())
             requests[chat, turn] = request
             async with self.door:
                 await self._answer(request, history)
-            history += request.answer + model.message_end()
+            history += request.answer
 
     async def _answer(self, request: Request, prompt: list[int]) -> None:
         loop, tenant = asyncio.get_running_loop(), self.size.tenant(request.chat)
@@ -277,7 +282,7 @@ class _Talk:
             prompt,
             self.size.new_tokens,
             chunk_tokens=self.size.chunk_tokens,
-            eos=self.chat_model.eos,
+            eos=self.chat_model.ends,
             sample=self.judge.chooser(request.chat, request.turn),
             turn=self.scheduler,
             cache_salt=f"tenant {tenant + 1}" if tenant else None,

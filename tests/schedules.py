@@ -618,6 +618,12 @@ class Schedule:
                     lease.commit(chunk)
         return used
 
+    @property
+    def _num_given_up(self) -> int:
+        """What the tree has given up on the device: to whoever needed room, or the state itself."""
+        counters = self.controller.counters
+        return counters.pages_evicted + counters.states_taken_over
+
     def _num_lost(self) -> tuple[int, ...]:
         counters = self.controller.counters
         lost = (counters.pages_evicted_host, counters.tokens_dropped)
@@ -773,6 +779,7 @@ class Schedule:
                 is_back = lease.computed < chunk.start
                 self.meet("states restored after a failed run", how == "launches" and not is_back)
                 self.meet("failed runs that went back to a state", is_back)
+                self.meet("failed runs that void a state taken over", lease._is_stranded)
         except StaleError:
             if self._is_stale(lease):
                 raise
@@ -946,7 +953,7 @@ class Schedule:
         self._published.clear()
         self._ends.clear()
         self._dropped_before = self.controller.counters.tokens_dropped
-        self._evicted_before = self.controller.counters.pages_evicted
+        self._evicted_before = self._num_given_up
 
     # --- executors --------------------------------------------------------------------------------
 
@@ -1131,7 +1138,7 @@ class Schedule:
                 found = self.match(salt, tokens, limit)
                 is_below = self._rule.prove(key, limit, found)
                 self.meet("tombstones matched below", is_below)
-        if self._ends and self.controller.counters.pages_evicted == self._evicted_before:
+        if self._ends and self._num_given_up == self._evicted_before:
             self.meet("found what was published to")
             for salt, data in draws.sample(sorted(self._ends), 1):
                 found = self.match(salt, np.frombuffer(data, np.int64).tolist(), None)

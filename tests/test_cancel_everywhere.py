@@ -613,6 +613,11 @@ with known("mamba_swa"):
     WINDOWS_AND_STATES: Final = with_storage(
         model={**MODEL, "num_layers": 3, "strategy": "test_mamba_swa"}
     )
+with known("mamba"):
+    FEW_STATES: Final = settings(
+        model={**MODEL, "num_layers": 2, "strategy": "test_mamba"},
+        device={"tokens": 16 * P, "ratio": {"mamba": 3 / 16}},
+    )
 
 OPERATIONS: Final = ("contains", "read", "write", "delete", "clear")
 
@@ -862,6 +867,31 @@ async def a_request_whose_windows_and_states_storage_has() -> AsyncIterator[Work
     async with hybrid_stage() as (s, store):
         make_slow(store)
         yield s.serve([*A, 1])
+
+
+@scenario
+async def a_lease_that_begins_again_without_its_state() -> AsyncIterator[Work]:
+    """It waits for a run that may touch what it holds, and then for its place: what it held of the
+    prefix somebody else holds, too."""
+    with known("mamba"):
+        async with stage(config=FEW_STATES, slow=True) as s:
+            for stop in (17, 41):
+                await s.serve(seq("A", stop))
+            deeper = await s.lease(seq("A", 45), reserve=8)
+
+            async def request() -> None:
+                async with s.cache.lease(seq("A", 21)) as lease:
+                    assert s.counters.states_taken_over == 1
+                    with contextlib.suppress(ZeroDivisionError):
+                        await lease.run(lambda chunk: 1 / 0, await chunk_of(lease))
+                    s.other(s.cache.run([lease], lambda: None))
+                    await s.until_runs()
+                    in_turns(2 * SLOW_TURNS, deeper.close)
+                    assert (await chunk_of(lease)).start == 0
+                    await s.compute(lease)
+
+            yield request()
+            deeper.close()
 
 
 @in_any_turn

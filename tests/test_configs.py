@@ -23,6 +23,8 @@ BYTES_PER_TOKEN = {
     "host.yaml": 46_080,
     "mamba.yaml": 24_576,
     "mamba_swa.yaml": 3_840,
+    "mamba2.yaml": 1 / 64,
+    "mistral.yaml": 1 / 16,
     "mla.yaml": 71_424,
     "redis.yaml": 131_072,
     "swa.yaml": 3_072,
@@ -33,6 +35,8 @@ BYTES_PER_ID = {
     ("gemma.yaml", SWA): 16 * 30_720,
     ("swa.yaml", SWA): 16 * 15_360,
     ("mamba.yaml", MAMBA): 77_856_768,
+    ("mamba2.yaml", MAMBA): 102_334_464,
+    ("mistral.yaml", SWA): 16 * 131_072,
     ("mamba_swa.yaml", SWA): 32 * 17_920,
     ("mamba_swa.yaml", MAMBA): 7_372_800,
 }

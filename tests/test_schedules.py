@@ -69,6 +69,8 @@ FLOORS: Final = {
     "windows given up behind": 800,
     "states kept": 120,
     "states_skipped": 600,
+    "states_taken_over": 15,
+    "failed runs that void a state taken over": 1,
     "states restored after a failed run": 180,
     "failed runs that went back to a state": 250,
     "loads of a window": 90,

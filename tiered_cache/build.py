@@ -58,6 +58,7 @@ def _swa(spec: ComponentSpec) -> SWAComponent:
 
 COMPONENT_KINDS: Final[Mapping[str, Callable[[ComponentSpec], TreeComponent]]] = {
     "full": lambda spec: FullComponent(spec.id),
+    "prefix": lambda spec: FullComponent(spec.id),
     "swa": _swa,
     "mamba": lambda spec: MambaComponent(spec.id),
 }
@@ -66,11 +67,15 @@ fields are not what the kind needs."""
 
 DEFAULT_RATIOS: Final[Mapping[str, Callable[[Fraction], Fraction]]] = {
     "full": lambda _: Fraction(1),
+    "prefix": lambda _: Fraction(1),
     "swa": lambda _: Fraction(1, 2),
     "mamba": lambda equal: min(Fraction(1, 10), equal),
 }
 """Ids of a component per page of the first one, where the configuration does not say. Given the
 ratio at which both take equally many bytes: one state can be as large as hundreds of pages."""
+
+WEIGHTLESS: Final = frozenset({"prefix"})
+"""Kinds whose pages hold nothing: a ratio to their bytes says nothing."""
 
 MAX_PAGES: Final = int(np.iinfo(np.int32).max)
 """Page ids are int32 everywhere."""
@@ -365,6 +370,8 @@ def shares(config: Config, tier: Tier, stack: StackPlan) -> Shares:
     ratios = {first.id: Fraction(1)}
     for part in others:
         equal = Fraction(id_bytes[first.id], id_bytes[part.id])
+        if first.kind in WEIGHTLESS:
+            equal = Fraction(1)
         ratio = given.get(part.id)
         # Through text: 0.1 is meant as a tenth, not as the binary fraction next to it.
         ratios[part.id] = (

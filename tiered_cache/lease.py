@@ -86,6 +86,7 @@ class Lease:
         "_deferred",
         "_fences",
         "_full_hit_length",
+        "_is_stranded",
         "_joint",
         "_layerwise",
         "_load",
@@ -102,6 +103,7 @@ class Lease:
         "_rollback",
         "_running",
         "_seen",
+        "_skipped",
         "_storage_from",
         "_storage_to",
         "committed",
@@ -151,6 +153,8 @@ class Lease:
         self._num_runs = 0
         self._cuts: Sequence[int] = ()  # lengths that it was truncated to
         self._deferred = 0  # commit up to here when the last run has ended
+        self._skipped = 0  # and up to here when it needs no state to go on with
+        self._is_stranded = False  # the state that it took over is void: it begins again
         self._reused = 0
         self._reused_host = 0  # what of it a load brought
         self._reused_storage = 0  # what of that a prefetch had brought to the host
@@ -294,6 +298,8 @@ class Lease:
         self._promised = self._admitted_pages - self.table.num_pages
         controller.accounts.promise(self._promised)
         if self._parts is not None:
+            if self._parts.take_over(partial(tree.take_out, self.receipt), boundary.depth):
+                controller.counters.states_taken_over += 1
             self._parts.settle()
         controller.granted(self)
         return True
@@ -324,6 +330,7 @@ class Lease:
         self._reused = self._reused_host = self._reused_storage = 0
         self._storage_from, self._storage_to = sys.maxsize, 0
         self._load = None
+        self._skipped = 0
         self.table.cut(0)
         if self._parts is not None:
             self._parts.drop()
@@ -467,6 +474,9 @@ class Lease:
             if self._load is not None and self._load.pages and not self._is_using_load:
                 await self._load.settled()
                 continue
+            if self._is_stranded:
+                await self._begin_again()
+                continue
             if controller.tree.growth != self._seen:
                 self.rematch(length - 1)
                 start = self.frontier
@@ -476,6 +486,21 @@ class Lease:
             controller.counters.chunk_waits += 1
             await claim.released.wait()
         return self._hand_out(start, self._end_of_chunk(start, max_tokens))
+
+    async def _begin_again(self) -> None:
+        """As if it was leased once more, in front of everybody: the state that it had taken over is
+        void, and what it holds of the rest is no use without one."""
+        controller = self._controller
+        while self._num_runs or self._fences:
+            await controller.changed()
+            self.check()
+        self.start_over()
+        limit = len(self) - 1
+        # Whoever closes it meanwhile has taken the mark away, and waits for nothing.
+        await controller.admission.admit_first(
+            lambda: not self._is_stranded or self.try_grant(limit), controller.check
+        )
+        self._is_stranded = False
 
     def _end_of_chunk(self, start: int, max_tokens: int) -> int:
         """Where a chunk ends that may have so many tokens (semantics §11.3)."""
@@ -502,11 +527,13 @@ class Lease:
         question, which is answered when the others have come to it.
 
         Raises:
-            RanksError: another rank has given up, or has computed something else.
+            RanksError: another rank has given up, or has computed something else. StaleError: a run
+                that came to nothing has cost the state that was taken over.
         """
         try:
             while True:
                 self.check()
+                self._check_has_state()
                 if self.frontier >= self.key.num_tokens:
                     return None
                 await self._agree_on_rematch(joint)
@@ -523,6 +550,11 @@ class Lease:
         except BaseException:
             joint.give_up()
             raise
+
+    def _check_has_state(self) -> None:
+        """On one rank alone it cannot begin again."""
+        if self._is_stranded:
+            raise StaleError(f"{self!r} has no state to go on from: lease its tokens again")
 
     async def _agree_on_rematch(self, joint: Operation) -> None:
         """Go on from what others have published on all ranks; hold it here until all have said how
@@ -737,6 +769,7 @@ class Lease:
         depth = self._parts.fallback(self._computed)
         if depth < self._computed:
             self._drop_from(max(depth, self.committed))
+            self._is_stranded = self._parts.fallback(self._computed) < self._computed
 
     def _drop_from(self, depth: int) -> None:
         """What is computed from `depth` on is nothing any more; the tokens stay."""
@@ -932,6 +965,7 @@ class Lease:
         publishable = self._parts.publishable(stop, released)
         if publishable is None:
             self._controller.counters.states_skipped += 1
+            self._skipped = stop
             return self.committed
         return max(publishable, self.committed)
 
@@ -977,10 +1011,11 @@ class Lease:
             raise ValueError(f"cannot truncate to {length}: a load is bringing what is there")
         kept = min(length, self._computed)
         if self._parts is not None:
-            if self._parts.fallback(kept) != kept:
+            if kept < self._computed and self._parts.fallback(kept) != kept:
                 raise ValueError(f"cannot truncate to {length}: what is needed there is not kept")
             self._parts.cut(kept)
         self.key.truncate(length)
+        self._skipped = min(self._skipped, length)
         self._cuts = [*self._cuts, length]
         self._computed = min(self._computed, length)
         keep = -(-length // self._page_size)
@@ -1226,7 +1261,10 @@ class Lease:
         Raises:
             WrongThreadError: from another thread than the cache's; nothing changes.
         """
-        if self._closed or not self._controller.may_clean_up():
+        if not self._controller.may_clean_up():
+            return
+        if self._closed:
+            self._is_stranded = False
             return
         if self._joint is not None:
             self._joint.give_up()
@@ -1246,6 +1284,8 @@ class Lease:
             if self._is_using_load:
                 self._deferred = 0  # it stands on pages that may never come
             self._load.leave()
+        if self._skipped and self.epoch == controller.epoch:
+            self._publish_when_quiet(min(self._skipped, self._computed))
         is_running = self._num_runs > 0 or bool(self._fences)
         if not is_running:
             self._release()

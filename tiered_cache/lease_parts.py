@@ -19,7 +19,7 @@ from tiered_cache.tree.components.base import NO_PAGES
 from tiered_cache.types import NO_PAGE, Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from tiered_cache.accounts import PageAccounts
     from tiered_cache.page_table import PageTable
@@ -220,8 +220,26 @@ class StatePart(LeasePart):
         """The working slot, while a run goes on (−1: none)."""
         return self._slot
 
+    def need(self, num_pages: int, depth: int, would_hold: Sequence[int]) -> int:
+        """None where anything is spare: if that is the very state that the lease is to hold, it
+        works with this one (`work_with_held`)."""
+        needed = super().need(num_pages, depth, would_hold)
+        return needed if self._accounts.spare(self.index) < needed else 0
+
     def unspent(self, num_pages: int) -> int:
         return max(0, self._component.footprint(num_pages) - (self._slot != NO_PAGE))
+
+    @property
+    def lacks_slot(self) -> bool:
+        """Whether none is left to work with, just after the grant."""
+        return self._accounts.spare(self.index) < 1
+
+    def work_with_held(self, slot: int, depth: int) -> None:
+        """`slot`, the state at `depth`, was the tree's, and is the lease's from now on: a run goes
+        on in it, and when that comes to nothing there is no state but that of no tokens."""
+        self._slot, self._slot_depth = slot, depth
+        self._origin, self._origin_depth = NO_PAGE, 0
+        self._ids[depth // self._size - 1] = NO_PAGE
 
     def own_beside_table(self) -> PageIds:
         return np.array([slot for slot in (self._slot, self._kept) if slot != NO_PAGE], np.int32)
@@ -410,12 +428,23 @@ class LeaseParts:
         for part in self._all:
             self._free(part, part.taken_over(depth))
 
+    def take_over(self, take: Callable[[int], PageIds], depth: int) -> bool:
+        """Just granted, with a hold of what ends at `depth`: where nothing is left to work with but
+        the state that it holds, have the tree give that up (semantics §9.10). Whether one was.
+
+        `take`: has the tree give up what it has of a component at the end of what the lease holds.
+        """
+        lacking = [part for part in self._states if part.lacks_slot]
+        for part in lacking:
+            part.work_with_held(int(take(part.index)[0]), depth)
+        return bool(lacking)
+
     def publishable(self, stop: int, released: Sequence[int]) -> int | None:
         """How far `[0, stop)` can be published so that others can use it, and the lease go on;
         `released`: per component, ids that are spare when the lease holds what is published
         instead. None: nothing, for there is no slot to go on with."""
         stop = min(part.publishable(stop) for part in self._all)
-        for part in self._states:
+        for part in () if self._is_closed else self._states:
             spare = self._accounts.spare(part.index) + released[part.index]
             if part.costs_promise(stop) and spare < 1:
                 return None

@@ -52,6 +52,8 @@ class Counters:
     pages_evicted_host: int = 0
     states_skipped: int = 0
     """States that could not be kept, because no slot was free."""
+    states_taken_over: int = 0
+    """States that leases began with and the tree has lost, because no slot was free."""
     pages_duplicate: int = 0
     chunks: int = 0
     chunk_waits: int = 0

@@ -75,7 +75,7 @@ def test_the_text_part_of_a_multimodal_config_counts() -> None:
         ({"layer_types": ["full_attention", "chunked_attention"]}, "sliding_window: is required"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window: is required"),
         ({"layer_types": ["linear_attention", "full_attention"]}, "states: is required"),
-        ({"layer_types": ["linear_attention"] * 2}, "no layer has full attention"),
+        ({"layer_types": ["linear_attention"] * 2}, "states: is required"),
         (
             {"layer_types": ["mlp", "full_attention", "none"]},
             "names 3 layers, where num_layers is 2",
@@ -83,7 +83,7 @@ def test_the_text_part_of_a_multimodal_config_counts() -> None:
         ({"layer_types": ["indexed_attention"]}, "type indexed_attention"),
         ({"index_topk": 2048}, "sparse-attention indexer"),
         ({"state_size": 16}, "Mamba"),
-        ({"num_kv_shared_layers": 15}, "no layer has full attention"),
+        ({"num_kv_shared_layers": 15}, "no layer keeps anything"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
     ],
 )
@@ -169,14 +169,25 @@ def test_a_chunk_is_a_window() -> None:
     "extra",
     [
         {"sliding_window": 4096},
-        {"attention_chunk_size": 8192},
+        {"attention_chunk_size": 4096},
         {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4096},
     ],
 )
-def test_windows_on_all_layers_are_kept_as_full_attention(extra: dict[str, Any]) -> None:
-    """Something has to hold the prefix: it costs memory, and is right."""
+def test_all_layers_may_have_windows(extra: dict[str, Any]) -> None:
+    """Where the config has no types of layers, as transformers makes their caches."""
     plain = model_from_hf(SimpleNamespace(**LLAMA))
-    assert model_from_hf(SimpleNamespace(**LLAMA, **extra)) == plain
+    model = model_from_hf(SimpleNamespace(**LLAMA, **extra))
+    assert model.windows == {4096: (0, 1)}
+    assert (model.num_kv_heads, model.head_dim) == (plain.num_kv_heads, plain.head_dim)
+
+
+def test_a_model_without_attention_has_no_heads() -> None:
+    """Though its config may have a number by that name: of its states."""
+    states = {"num_heads": 8, "head_dim": 16, "state_size": 4, "n_groups": 1, "conv_kernel": 4}
+    types = ["linear_attention"] * 2
+    model = model_from_hf(SimpleNamespace(**{**LLAMA, **states, "layer_types": types}))
+    assert (model.num_kv_heads, model.head_dim, model.kv_lora_rank) == (None, None, None)
+    assert [state.row_shape for state in model.states] == [(136, 4), (8, 16, 4)]
 
 
 def test_words_of_single_models_for_layers() -> None:
@@ -211,12 +222,14 @@ REAL = [
     ("Llama4TextConfig", {}, None),
     ("Qwen3NextConfig", {}, None),
     ("KimiLinearConfig", {}, None),
-    ("BambaConfig", {}, "no layer has full attention"),
+    ("BambaConfig", {}, None),
     ("BambaConfig", {"attn_layer_indices": [9, 18, 27]}, None),
     ("FalconH1Config", {}, None),
     ("NemotronHConfig", {}, None),
     ("JambaConfig", {}, None),
-    ("Mamba2Config", {}, "no layer has full attention"),
+    ("MambaConfig", {}, None),
+    ("FalconMambaConfig", {}, None),
+    ("Mamba2Config", {}, None),
     ("MiniMaxConfig", {}, "states: is required"),
     ("DeepseekV32Config", {}, "indexed_attention"),
     ("T5Config", {}, "encoder-decoder"),

@@ -33,7 +33,8 @@ def poison(pools: Any) -> None:
     """NaN everywhere: whatever is read without having been written shows."""
     for spec in pools.specs:
         for layer in spec.layers:
-            pools.layer(spec.name, layer).fill_(float("nan"))
+            tensor = pools.layer(spec.name, layer)
+            tensor.fill_(float("nan") if tensor.is_floating_point() else 0xAA)
 
 
 def poison_free(cache: Any) -> None:

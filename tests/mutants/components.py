@@ -171,8 +171,8 @@ MUTANTS: Final = [
         rule="§5.7",
         harm="the request gives back a slot that the tree has: wrong bytes",
         file=MAMBA,
-        old="self._gain_fresh(leaf, state)\n            result.mamba_exist = False",
-        new="self._gain_fresh(leaf, state)\n            result.mamba_exist = True",
+        old="self._age_surplus(leaf)\n            result.mamba_exist = False",
+        new="self._age_surplus(leaf)\n            result.mamba_exist = True",
         test=MAMBA_TESTS + "test_a_new_leaf_takes_the_slot",
     ),
     Mutant(
@@ -253,8 +253,8 @@ MUTANTS: Final = [
         rule="§8.3",
         harm="the host gives up what only it has, and keeps what the device has too",
         file=SPARSE,
-        old="self.orders.first_mirror() or self.orders.first(Tier.HOST)",
-        new="self.orders.first(Tier.HOST) or self.orders.first_mirror()",
+        old="self.orders.first_mirror() or self._oldest(Tier.HOST)",
+        new="self._oldest(Tier.HOST) or self.orders.first_mirror()",
         test=SWA_TESTS + "test_mirrors_go_first_whatever_is_below_them",
     ),
 ]

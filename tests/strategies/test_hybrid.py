@@ -26,6 +26,10 @@ STATES = [
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 SWA: dict[str, Any] = {"layer_types": [SLIDING, FULL, SLIDING], "sliding_window": 512}
 MAMBA: dict[str, Any] = {"layer_types": [LINEAR, FULL, LINEAR], "states": STATES}
+NO_HEADS: dict[str, Any] = {"num_kv_heads": None, "head_dim": None}
+ONLY_WINDOWS: dict[str, Any] = {"layer_types": [SLIDING] * 2, "sliding_window": 512}
+ONLY_STATES: dict[str, Any] = {"layer_types": [LINEAR] * 2, "states": STATES, **NO_HEADS}
+NOTHING_FULL: dict[str, Any] = {**ONLY_WINDOWS, "layer_types": [SLIDING, LINEAR], "states": STATES}
 BOTH: dict[str, Any] = {
     "layer_types": ["hybrid_sliding", "hybrid", LINEAR, SLIDING, "none"],
     "sliding_window": [64, 32],
@@ -122,6 +126,33 @@ def test_a_layer_may_keep_two_kinds_or_none() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("keys", "kind"), [(ONLY_WINDOWS, "swa"), (ONLY_STATES, "mamba"), (NOTHING_FULL, "mamba")]
+)
+def test_without_full_attention_a_byte_says_that_a_page_is_there(
+    keys: dict[str, Any], kind: str
+) -> None:
+    """The prefix is held by pages of `full` all the same; what layers keep is elsewhere."""
+    found = plan(**keys)
+    assert components(found)[0] == ("full", "prefix", None)
+    assert components(found)[-1][1] == kind
+    assert pools(found)["prefix"] == ("full", (0,), (1,), 1)
+    assert found.pools[0].page_bytes == 1
+    assert found.pools[0].sharding == "replicated"
+    assert not {"k", "v", "latent"} & {pool.name for pool in found.pools}
+
+
+@pytest.mark.parametrize(("keys", "ratio"), [(ONLY_WINDOWS, 0.5), (ONLY_STATES, 0.1)])
+def test_a_byte_is_no_measure_for_the_others(keys: dict[str, Any], ratio: float) -> None:
+    """Else there would be one state for as many pages as it has bytes."""
+    section = model(**keys).model_dump(exclude_unset=True, exclude_none=True)
+    tiers = {"device": {"tokens": 1600}, "host": {"tokens": 1600}}
+    sizing = size_stack(load_config({"model": section, **tiers}, environ={}))
+    for pages in (sizing.num_pages, sizing.host_pages):
+        assert pages is not None
+        assert [pages[part.id] for part in sizing.stack.components] == [100, 100 * ratio]
+
+
 def test_latent_attention_goes_with_states() -> None:
     """Kimi-Linear: one latent per token on the attention layers."""
     latent = {"num_kv_heads": None, "head_dim": None, "kv_lora_rank": 16, "qk_rope_head_dim": 4}
@@ -156,6 +187,9 @@ def test_kinds_become_components_of_the_tree() -> None:
         (SWA, SWAStrategy),
         (MAMBA, MambaStrategy),
         (BOTH, MambaSWAStrategy),
+        (ONLY_WINDOWS, SWAStrategy),
+        (ONLY_STATES, MambaStrategy),
+        (NOTHING_FULL, MambaSWAStrategy),
     ],
 )
 def test_the_strategy_follows_from_the_layers(keys: dict[str, Any], expected: type) -> None:
@@ -173,6 +207,8 @@ def test_the_strategy_follows_from_the_layers(keys: dict[str, Any], expected: ty
         (SWA, "mamba", "mamba does not know sliding_attention layers"),
         ({}, "swa", "swa is for models with sliding_attention or hybrid_sliding layers"),
         (SWA, "mamba_swa", "mamba_swa is for models with linear_attention or hybrid"),
+        (ONLY_WINDOWS, "plain", "plain does not know sliding_attention layers"),
+        (ONLY_STATES, "swa", "swa does not know linear_attention layers"),
     ],
 )
 def test_a_strategy_that_does_not_fit_names_the_layers(

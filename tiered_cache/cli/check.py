@@ -91,7 +91,8 @@ def _host_warnings(host: HostConfig, sizing: Sizing) -> Iterator[str]:
             )
         layout = sizing.row_layout(component)
         of = "" if len(sizing.stack.components) == 1 else f"'s part for {component}"
-        if (waste := 1 - layout.payload_bytes / layout.stride) > HIGH_WASTE:
+        is_small = pages * layout.stride < SMALL_PART * sizing.host_bytes
+        if (waste := 1 - layout.payload_bytes / layout.stride) > HIGH_WASTE and not is_small:
             yield (
                 f"{waste:.0%} of the host tier{of} would hold no state but the header room and "
                 "padding of its rows: a larger page_size wastes less"
@@ -122,3 +123,7 @@ def _storage_warnings(storage: StorageConfig, sizing: Sizing) -> Iterator[str]:
 
 HIGH_WASTE: Final = 0.25
 """Of a host row: a page of a real model wastes a few percent."""
+
+SMALL_PART: Final = 0.05
+"""Of a tier: what is wasted of less is not worth a word, as where rows only say that a page is
+there."""

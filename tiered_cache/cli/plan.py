@@ -119,6 +119,7 @@ def rows_table(config: Config, sizing: Sizing) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for component in sizing.stack.components:
         layout = sizing.row_layout(component.id)
+        waste = 1 - layout.payload_bytes / layout.stride
         sizes = sorted({piece.num_bytes for piece in layout.slices})
         table.add_row(
             component.id,
@@ -128,7 +129,7 @@ def rows_table(config: Config, sizing: Sizing) -> Table:
             f"{layout.payload_bytes:,}",
             f"{layout.padding_bytes:,}",
             f"{layout.stride:,}",
-            f"{1 - layout.payload_bytes / layout.stride:.1%}",
+            f"{waste:.1%}" if waste < 0.9995 else "100%",
         )
     return table
 

@@ -48,7 +48,7 @@ def model_from_hf(
         "revision": revision or getattr(hf_config, "_commit_hash", None),
         "dtype": dtype_name,
         "num_layers": getattr(text, "num_hidden_layers", None),
-        **(_latent_shape(text) if _is_latent(text) else _heads_shapes(text)),
+        **_attention(text),
         **_layers(text, dtype_name),
     }
     given = {key: value for key, value in settings.items() if value is not None}
@@ -144,14 +144,12 @@ WINDOWS: Final = {
 """Layers that see a part of the tokens, with the attribute that says how many. What a chunk needs
 of the tokens before it is never more than a window as long has."""
 
-WITHOUT_WINDOW: Final = {"sliding_attention": "full_attention", "hybrid_sliding": "hybrid"}
-
 
 def _layer_types(text: Any) -> list[str]:
     num_layers = getattr(text, "num_hidden_layers", None)
     kinds: Sequence[str] | None = getattr(text, "layer_types", None)
-    if kinds is None:  # all alike: windows, too, would come to full attention
-        kinds = ["full_attention"] * (
+    if kinds is None:  # all alike
+        kinds = [_only_type(text)] * (
             num_layers if isinstance(num_layers, int) and num_layers < 10**6 else 1
         )
     kinds = ["sliding_attention" if kind == "chunked_attention" else kind for kind in kinds]
@@ -159,10 +157,15 @@ def _layer_types(text: Any) -> list[str]:
     shared = getattr(text, "num_kv_shared_layers", None)
     if isinstance(shared, int) and shared > 0:  # the last ones use the KV of layers before them
         types[-shared:] = ["none"] * min(shared, len(types))
-    if any("full" in LAYER_TYPES.get(name, ()) for name in types):
-        return types
-    # Something has to hold the prefix: windows are kept in full, and used in part.
-    return [WITHOUT_WINDOW.get(name, name) for name in types]
+    return types
+
+
+def _only_type(text: Any) -> str:
+    """What all layers are where the config does not say: as transformers makes their caches."""
+    for kind, attribute in WINDOWS.items():
+        if isinstance(getattr(text, attribute, None), int):
+            return kind
+    return "full_attention"
 
 
 def _windows(text: Any) -> int | list[int | None] | None:
@@ -170,12 +173,21 @@ def _windows(text: Any) -> int | list[int | None] | None:
     types = _layer_types(text)
     is_heterogeneous = getattr(text, "is_heterogeneous", False)
     layers = text.per_layer_config if is_heterogeneous else [text] * len(types)
+    kinds = getattr(text, "layer_types", None) or [_only_type(text)] * len(types)
     windows = [
         getattr(layer, WINDOWS[kind], None)
-        for layer, kind, name in zip(layers, text.layer_types, types, strict=False)
+        for layer, kind, name in zip(layers, kinds, types, strict=False)
         if "window" in LAYER_TYPES[name]
     ]
     return windows if len(set(windows)) > 1 else windows[0]
+
+
+def _attention(text: Any) -> dict[str, Any]:
+    """What the keys about attention say; nothing where no layer has it."""
+    kinds = {kind for name in _layer_types(text) for kind in LAYER_TYPES[name]}
+    if not {"full", "window"} & kinds:
+        return {}
+    return _latent_shape(text) if _is_latent(text) else _heads_shapes(text)
 
 
 def _is_latent(text: Any) -> bool:

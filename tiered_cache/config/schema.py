@@ -341,6 +341,11 @@ class ModelConfig(Section):
         return self.is_latent or (self.num_kv_heads is not None and self.head_dim is not None)
 
     @property
+    def is_described(self) -> bool:
+        """Whether these are there if a layer has attention."""
+        return self.has_attention or not {"full", "window"} & self.state_kinds
+
+    @property
     def state_kinds(self) -> frozenset[StateKind]:
         """All that some layer keeps."""
         types = self.layer_types or ("full_attention",)
@@ -387,6 +392,11 @@ class ModelConfig(Section):
                 "latent attention keeps one vector per token: take "
                 f"{', '.join(heads)} out (or, for heads, {', '.join(latent)})",
             )
+        elif not _attends(given):
+            if useless := heads or latent:
+                out = ", ".join(useless)
+                hint = f"name the layers that have it in layer_types, or take {out} out"
+                yield CrossProblem(useless[0], "means nothing: no layer has attention", hint)
         elif is_built_in:
             needed = cls.LATENT if latent else cls.HEADS
             for key in needed:
@@ -402,6 +412,17 @@ class ModelConfig(Section):
                     if name in names:
                         yield CrossProblem(key, "two pools have the same name", "rename one")
                     names.append(name)
+
+
+def _attends(given: Mapping[str, Any]) -> bool:
+    """Whether some layer has attention, as far as it is known what they keep."""
+    types = given.get("layer_types") or ["full_attention"]
+    if not isinstance(types, list | tuple):
+        return True
+    if not all(isinstance(name, str) and name in LAYER_TYPES for name in types):
+        return True
+    kinds = {kind for name in types for kind in LAYER_TYPES[name]}
+    return not kinds or not kinds.isdisjoint({"full", "window"})
 
 
 def _layer_problems(given: Mapping[str, Any]) -> Iterator[CrossProblem]:
@@ -429,14 +450,8 @@ def _layer_problems(given: Mapping[str, Any]) -> Iterator[CrossProblem]:
 
 def _kind_problems(given: Mapping[str, Any], kinds: Sequence[StateKind]) -> Iterator[CrossProblem]:
     """What is said of layers that there are not, and what is not said of those that there are."""
-    if "full" not in kinds:
-        yield CrossProblem(
-            "layer_types",
-            "no layer has full attention: such a model is not supported yet",
-            "a model with windows alone works as full_attention, with more memory"
-            if "window" in kinds
-            else None,
-        )
+    if not kinds:
+        yield CrossProblem("layer_types", "no layer keeps anything", "there is nothing to cache")
     for key, (kind, layers, example) in KEYS_OF_KINDS.items():
         is_given = key in given and given[key] not in ([], ())
         if kind in kinds and not is_given and example is not None:

@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TransformersRunner", "generate", "greedy", "model_from_hf"]
 
-ONE_AT_A_TIME: Final = frozenset({"jamba"})
+ONE_AT_A_TIME: Final = frozenset({"jamba", "mamba", "falcon_mamba"})
 """Model types of which transformers 5.24 computes several tokens wrongly when there are tokens
 before them: they are computed one by one then."""
 

@@ -36,15 +36,17 @@ class Part:
 class PartsStrategy:
     """Base of the built-in strategies: fits the models whose layers keep what its parts keep.
 
-    The order of the parts is that of the components: the first holds the prefix, and the extra
-    pools ride in it; of the others, what is evicted last comes first.
+    The order of the parts is that of the components: the first holds the prefix, also where no
+    layer keeps its kind of state, and the extra pools ride in it; of the others, what is evicted
+    last comes first.
     """
 
     name: ClassVar[str]
     parts: ClassVar[tuple[Part, ...]]
 
     def matches(self, model: ModelConfig) -> bool:
-        return model.has_attention and model.state_kinds == {part.keeps for part in self.parts}
+        keeps = {part.keeps for part in self.parts}
+        return model.is_described and not self._lacking(model) and keeps >= model.state_kinds
 
     def plan(self, model: ModelConfig, page_size: int) -> StackPlan:
         """Components and pools.
@@ -61,6 +63,11 @@ class PartsStrategy:
             components, pools=own + extra_pool_specs(model, page_size, components[0].id)
         )
 
+    def _lacking(self, model: ModelConfig) -> list[StateKind]:
+        """Kinds of state that this strategy is for, and no layer keeps."""
+        first, *others = self.parts
+        return sorted({part.keeps for part in others or [first]} - model.state_kinds)
+
     def _misfits(self, model: ModelConfig) -> Iterator[ConfigProblem]:
         keeps = {part.keeps for part in self.parts}
         types = sorted(set(model.layer_types or ("full_attention",)))
@@ -69,7 +76,7 @@ class PartsStrategy:
         if homeless:
             message = f"{self.name} does not know {', '.join(homeless)} layers"
             yield ConfigProblem(message, "model.strategy", suggestion=hint)
-        for kind in sorted(keeps - model.state_kinds):
+        for kind in self._lacking(model):
             layers = " or ".join(name for name, kinds in LAYER_TYPES.items() if kind in kinds)
             message = f"{self.name} is for models with {layers} layers, and there is none"
             yield ConfigProblem(message, "model.strategy", suggestion=hint)

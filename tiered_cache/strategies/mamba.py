@@ -1,5 +1,6 @@
 """Full attention on some layers and a recurrent state on others, or both on one: Qwen3-Next, Bamba,
-Falcon-H1, Nemotron-H, LFM2 (Mamba, Mamba2, gated delta rule, short convolutions)."""
+Falcon-H1, Nemotron-H, LFM2 (Mamba, Mamba2, gated delta rule, short convolutions). Or no attention
+at all: Mamba2."""
 
 from __future__ import annotations
 

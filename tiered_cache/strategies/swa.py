@@ -1,4 +1,5 @@
-"""Full attention on some layers and sliding windows on others: Gemma, gpt-oss, Cohere2, OLMo 3."""
+"""Full attention on some layers and sliding windows on others: Gemma, gpt-oss, Cohere2, OLMo 3. Or
+windows on all of them: Mistral."""
 
 from __future__ import annotations
 

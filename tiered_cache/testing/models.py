@@ -36,6 +36,7 @@ TinyKind = Literal[
     "granite_hybrid",
     "nemotron_h",
     "zamba2",
+    "mamba",
     "mamba2",
     "lfm2",
     "jamba",
@@ -55,9 +56,9 @@ def tiny_model(
     `llama` and `qwen3` have grouped KV heads (4 query heads, 2 KV heads); `deepseek_v3` has
     multi-head latent attention and a mixture of experts. The others have sliding windows of 24
     tokens (`llama4`: chunks of 32) or recurrent states: on every other layer, usually, and on all
-    in `mistral`, `falcon_h1` and `mamba2`. Weights are ten times larger than transformers would
-    draw them, and recurrent states fade more slowly: attention is then far from uniform, old tokens
-    count, and one wrong byte of state shows in the logits.
+    in `mistral`, `falcon_h1`, `mamba` and `mamba2`. Weights are ten times larger than transformers
+    would draw them, and recurrent states fade more slowly: attention is then far from uniform, old
+    tokens count, and one wrong byte of state shows in the logits.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -279,6 +280,7 @@ _TINY: Final[dict[str, tuple[str, dict[str, Any]]]] = {
             "adapter_rank": 8,
         },
     ),
+    "mamba": ("Mamba", {"state_size": 16}),
     "mamba2": (
         "Mamba2",
         {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "chunk_size": 16},

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 
-from tiered_cache.errors import StaleError, stale_prefix
+from tiered_cache.errors import IntegrityError, StaleError, stale_prefix
 from tiered_cache.keys import DEFAULT_NAMESPACE, TOKEN_BYTES, RadixKey, hash_pages, namespace_seed
 from tiered_cache.observe import Event, EventKind, Observers
 from tiered_cache.tree import check
@@ -607,6 +607,21 @@ class RadixTree:
         if (below[-1].parent if below else node) is not receipt.node:
             raise ValueError(f"{boundary} is not below what {receipt!r} holds")
         self._move_lock(receipt, path, below)
+
+    def take_out(self, receipt: Receipt, component: int) -> PageIds:
+        """The holder of a device lock gets, for its own, what a component has at the end of what it
+        holds; a tombstone is left. A host copy stays.
+
+        Raises:
+            LockError, StaleError: as the release. IntegrityError: others hold it, too.
+        """
+        self.receipts.check(receipt, DEVICE)
+        node, owner = receipt.node, self.components[component]
+        if node.data[component].lock_ref != 1:
+            raise IntegrityError(f"{owner.id} of {node!r} is not {receipt!r}'s alone")
+        taken = Eviction(DEVICE, len(self.components))
+        owner.evict_component(node, DEVICE, taken)
+        return taken.device[component][0]
 
     def _move_lock(self, receipt: Receipt, path: Sequence[Node], below: Sequence[Node]) -> None:
         """`path` and `below` as in `advance_component_lock`."""

@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 
 DEVICE: Final = Tier.DEVICE
 
+STATES_PER_PATH: Final = 4
+
+SURPLUS: Final = 1 << 62
+"""Taken from the stamp of a state that its path can do without: so it is older than all that are
+not, and the oldest of such is still the first to go. An access dates it as any other."""
+
 
 class MambaComponent(SparseComponent):
     """State of linear-attention layers: one slot at the end of a node, or none.
@@ -30,17 +36,24 @@ class MambaComponent(SparseComponent):
     Args:
         component_id: `mamba`, usually.
         grid: G, in tokens: states are kept at its multiples.
+        states_per_path: of those on one path that are not special, how many are given up by age
+            alone; more than that go before (semantics §9.10).
 
     In a page array its slot stands at the page that the depth ends, and −1 everywhere else.
     """
 
     is_per_page: ClassVar[bool] = False
 
-    def __init__(self, component_id: str, grid: int = 1) -> None:
+    def __init__(
+        self, component_id: str, grid: int = 1, states_per_path: int = STATES_PER_PATH
+    ) -> None:
         super().__init__(component_id)
         if grid < 1:
             raise ValueError(f"a grid has at least 1 token, not {grid}")
+        if states_per_path < 0:
+            raise ValueError(f"a path cannot keep {states_per_path} states")
         self._grid = grid
+        self._states_per_path = states_per_path
 
     # --- match ------------------------------------------------------------------------------------
 
@@ -104,6 +117,7 @@ class MambaComponent(SparseComponent):
         state = params.pages[self.index][last - 1 : last].tobytes()
         if state != GAP:
             self._gain_fresh(leaf, state)
+            self._age_surplus(leaf)
             result.mamba_exist = False
         return None
 
@@ -137,6 +151,80 @@ class MambaComponent(SparseComponent):
 
     def redistribute_on_node_split(self, parent: Node, child: Node, num_pages: int) -> None:
         """The state stays at its depth, and so do its locks: with the child (semantics §4)."""
+
+    # --- what a path keeps ------------------------------------------------------------------------
+    #
+    # A long prompt, or a conversation, leaves a state at the end of every chunk. Of use to others
+    # are the first (what many prompts begin with), those where paths fork, and the last (it goes
+    # on). Of the rest the deepest are worth most: who tries again, or edits, does so near the end,
+    # and it is the longest way there. The others would only push states of other paths out.
+
+    def _gain(self, node: Node, tier: Tier, ids: PageIds) -> None:
+        data = node.data[self.index]
+        is_new = data.value is None and data.host_value is None
+        if is_new and data.stamp < 0:
+            data.stamp += SURPLUS  # of one that stood here before
+        super()._gain(node, tier, ids)
+        if is_new:
+            self._age_surplus(node)
+
+    def _age_surplus(self, last: Node) -> None:
+        """A state has come to stand at `last`: above it, those that the path can do without become
+        the oldest. What is above one of these is known. Roughly: who is to go is looked at again
+        (`_can_spare`), and most states come to go with their path."""
+        index, room = self.index, self._states_per_path
+        found: Node | None = None
+        node = last.parent
+        while node is not None and node.parent is not None:
+            data = node.data[index]
+            if data.value is not None or data.host_value is not None:
+                if found is not None:  # which is not the first
+                    found.data[index].stamp -= SURPLUS
+                    self.orders.note(found, found.data[index])
+                    found = None
+                if len(node.children) == 1:
+                    if data.stamp < 0:
+                        return
+                    if room:
+                        room -= 1
+                    else:
+                        found = node
+            node = node.parent
+
+    def _can_spare(self, node: Node) -> bool:
+        """Whether the path of one that was found to be surplus still can do without it: below it
+        states may have gone, and forks may have come to be. Where paths fork, the newest says."""
+        if not any(self.has(above, False) for above in self._above(node)):
+            return False
+        room, is_between = self._states_per_path, True
+        while node.children:
+            if len(node.children) > 1:
+                if room == self._states_per_path:
+                    return False  # there is none between it and the fork
+                is_between = False
+            node = next(reversed(node.children.values()))
+            if self.has(node, False):
+                if is_between:
+                    if not room:
+                        return True
+                    room -= 1
+                data = node.data[self.index]
+                is_between = not (data.lock_ref or data.host_lock_ref)
+        return False
+
+    def _above(self, node: Node) -> Iterator[Node]:
+        above = node.parent
+        while above is not None and above.parent is not None:
+            yield above
+            above = above.parent
+
+    def _oldest(self, tier: Tier) -> Node | None:
+        node = super()._oldest(tier)
+        while node is not None and node.data[self.index].stamp < 0 and not self._can_spare(node):
+            node.data[self.index].stamp += SURPLUS
+            self.orders.note(node, node.data[self.index])
+            node = super()._oldest(tier)
+        return node
 
     # --- locks ------------------------------------------------------------------------------------
 

@@ -61,7 +61,7 @@ class SparseOrders:
     def forget(self, node: Node, data: ComponentData) -> None:
         """A part is on no tier any more: most go with their node, and there is nothing to wait
         for."""
-        if data.mirror_rank >= 0:
+        if data.mirror_rank != -1:
             self.mirrors.remove(node)
         listed: Any = data.listed
         if listed is not None:
@@ -91,7 +91,7 @@ class SparseOrders:
             elif listed is not None:
                 listed.take_out(data)
                 data.listed = None
-            is_listed = data.mirror_rank >= 0
+            is_listed = data.mirror_rank != -1
             if data.host_value is None and not is_listed:
                 continue
             if self.is_spare_mirror(data):
@@ -159,17 +159,21 @@ class SparseComponent(TreeComponent):
 
     def drive_eviction(self, tree: RadixTree, need: int, eviction: Eviction) -> None:
         while eviction.counts[self.index] < need:
-            node = self.orders.first(DEVICE)
+            node = self._oldest(DEVICE)
             if node is None:
                 return
             tree.evict_device_part(node, self, eviction)
 
     def drive_host_eviction(self, tree: RadixTree, need: int, eviction: Eviction) -> None:
         while eviction.counts[self.index] < need:
-            node = self.orders.first_mirror() or self.orders.first(Tier.HOST)
+            node = self.orders.first_mirror() or self._oldest(Tier.HOST)
             if node is None:
                 return
             self.evict_component(node, Tier.HOST, eviction)
+
+    def _oldest(self, tier: Tier) -> Node | None:
+        """The next victim, of those that nobody holds."""
+        return self.orders.first(tier)
 
     # --- locks ------------------------------------------------------------------------------------
 

@@ -74,8 +74,8 @@ MUTANTS: Final = [
         rule="§9.10",
         harm="one long prompt pushes out the states of all others",
         file=MAMBA,
-        old="            self._age_surplus(node)\n",
-        new="            pass\n",
+        old="                    found.data[index].stamp -= SURPLUS\n",
+        new="",
         test=PATHS + "test_what_a_path_can_do_without_goes_before_the_oldest",
     ),
     Mutant(

@@ -11,7 +11,7 @@ Rules are numbered in the project's semantics; the numbers in comments are their
 from __future__ import annotations
 
 from operator import add
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -104,6 +104,7 @@ class RadixTree:
             for component in self.components
             if type(component).overlap_cut is not TreeComponent.overlap_cut
         ]
+        self._windows = [component for component in self.components if component.is_window]
         self.observers = Observers(observers)
         self.receipts = ReceiptBook()
         self._page_bytes = page_size * TOKEN_BYTES
@@ -527,6 +528,8 @@ class RadixTree:
         if node.end != depth or (path[-1].parent if path else node) is not self.root:
             node = self.cut(boundary)
             path = self._path_to(node)
+        if self._windows:
+            self._cut_windows(path)
         parts = [component.acquire_component_lock(path, DEVICE, 0) for component in self.components]
         receipt = self.receipts.issue(node, DEVICE, parts)
         path.reverse()
@@ -552,6 +555,10 @@ class RadixTree:
 
     def _move_lock(self, receipt: Receipt, path: Sequence[Node], below: Sequence[Node]) -> None:
         """`path` and `below` as in `advance_component_lock`."""
+        if self._windows:
+            path = list(path)
+            self._cut_windows(path)
+            below = [node for node in path if node.end > receipt.depth]
         for component in self.components:
             part = receipt.parts[component.index]
             if part is not None:
@@ -560,6 +567,18 @@ class RadixTree:
                 )
         if path:
             receipt.node, receipt.depth = path[0], path[0].end
+
+    def _cut_windows(self, path: list[Node]) -> None:
+        """Cut `path` (end first) where a request would hold much more than a window."""
+        for component in self._windows:
+            depth = component.lock_cut(path)
+            if not depth:
+                continue
+            for at, node in enumerate(path):
+                if node.start <= depth:
+                    if node.start < depth:
+                        path.insert(at + 1, self._split_node(node, depth))
+                    break
 
     def dec_lock_ref(self, receipt: Receipt) -> None:
         """Give a device lock back.
@@ -598,14 +617,20 @@ class RadixTree:
             if receipt.node.data[BASE].value is None:
                 self._prune(receipt.node)
 
-    def _acquire(self, boundary: Boundary, tier: Tier, start: int) -> Receipt:
+    def _acquire(
+        self, boundary: Boundary, tier: Tier, start: int, only: Sequence[int] | None = None
+    ) -> Receipt:
+        """`only`: what the receipt is of; None: of all components."""
         node, depth = boundary
         path = self._path_to(node)
         if node.end != depth or (path[-1].parent if path else node) is not self.root:
             node = self.cut(boundary)
             path = self._path_to(node)
         parts = [
-            component.acquire_component_lock(path, tier, start) for component in self.components
+            component.acquire_component_lock(path, tier, start)
+            if only is None or component.index in only
+            else None
+            for component in self.components
         ]
         return self.receipts.issue(node, tier, parts)
 
@@ -667,23 +692,34 @@ class RadixTree:
         path = self._path_to(boundary.node)
         return [component.would_protect(path, boundary.depth) for component in self.components]
 
-    def would_hold(self, boundary: Boundary) -> list[int]:
-        """Per component, ids that a lock on this boundary would keep, of those that a request needs
-        at a time."""
+    def would_need(self, boundary: Boundary) -> list[int]:
+        """Per component, pages that there must be room for before this boundary is held once
+        more."""
         path = self._path_to(boundary.node)
-        return [component.would_hold(path, boundary.depth) for component in self.components]
+        return [component.would_need(path, boundary.depth) for component in self.components]
+
+    def would_hold(self, boundary: Boundary) -> list[int]:
+        """Of that, what a request counts among the ids that it needs at a time: of windows."""
+        if not self._windows:
+            return [0] * len(self.components)
+        path = self._path_to(boundary.node)
+        return [
+            component.would_need(path, boundary.depth) if component.is_window else 0
+            for component in self.components
+        ]
 
     def would_release(self, receipts: Sequence[Receipt]) -> list[int]:
         """Per component, pages that would become evictable if these receipts were released
         together."""
         return [
-            component.would_release(
-                [
-                    (receipt.node, part)
-                    for receipt in receipts
-                    if (part := receipt.parts[component.index]) is not None
-                ]
-            )
+            component.would_release(_parts_of(receipts, component.index))
+            for component in self.components
+        ]
+
+    def would_spare(self, receipts: Sequence[Receipt]) -> list[int]:
+        """Per component, pages that there would be room for then."""
+        return [
+            component.would_spare(_parts_of(receipts, component.index))
             for component in self.components
         ]
 
@@ -837,9 +873,11 @@ class RadixTree:
     def pin_transfer(
         self, boundary: Boundary, start: int, component: int, target: Tier, transfer: object
     ) -> Pinned:
-        """Hold what `transfer` names: its path on the device, its source on the host if it is
-        there; and have its nodes say that it is pending (9.2)."""
-        receipt = self.inc_lock_ref(boundary)
+        """Hold what `transfer` names: its path on the device, its source on either tier; and have
+        its nodes say that it is pending (9.2). Of windows and states no more than that source is
+        held: whoever holds a window needs room for all of it."""
+        holds = (BASE,) if target is DEVICE else (BASE, component)
+        receipt = self._acquire(boundary, DEVICE, start, holds)
         source = self.inc_host_lock_ref(boundary, start) if target is DEVICE else None
         pinned = Pinned(component, start, receipt, source)
         self._mark(pinned, transfer)
@@ -1163,6 +1201,15 @@ class RadixTree:
             )
             stack.extend((child, level + 1) for child in reversed(node.children.values()))
         return "\n".join(lines)
+
+
+def _parts_of(receipts: Sequence[Receipt], component: int) -> list[tuple[Node, Any]]:
+    """What these receipts hold of a component: where it ends, and what its release needs."""
+    return [
+        (receipt.node, part)
+        for receipt in receipts
+        if (part := receipt.parts[component]) is not None
+    ]
 
 
 def _is_held_host_copy(node: Node) -> bool:

@@ -553,11 +553,9 @@ class RadixTree:
             raise ValueError(f"{boundary} is not below what {receipt!r} holds")
         self._move_lock(receipt, path, below)
 
-    def _move_lock(self, receipt: Receipt, path: Sequence[Node], below: Sequence[Node]) -> None:
+    def _move_lock(self, receipt: Receipt, path: list[Node], below: Sequence[Node]) -> None:
         """`path` and `below` as in `advance_component_lock`."""
-        if self._windows:
-            path = list(path)
-            self._cut_windows(path)
+        if self._windows and self._cut_windows(path):
             below = [node for node in path if node.end > receipt.depth]
         for component in self.components:
             part = receipt.parts[component.index]
@@ -568,8 +566,10 @@ class RadixTree:
         if path:
             receipt.node, receipt.depth = path[0], path[0].end
 
-    def _cut_windows(self, path: list[Node]) -> None:
-        """Cut `path` (end first) where a request would hold much more than a window."""
+    def _cut_windows(self, path: list[Node]) -> bool:
+        """Cut `path` (end first) where a request would hold much more than a window; whether it
+        would."""
+        is_cut = False
         for component in self._windows:
             depth = component.lock_cut(path)
             if not depth:
@@ -578,7 +578,9 @@ class RadixTree:
                 if node.start <= depth:
                     if node.start < depth:
                         path.insert(at + 1, self._split_node(node, depth))
+                        is_cut = True
                     break
+        return is_cut
 
     def dec_lock_ref(self, receipt: Receipt) -> None:
         """Give a device lock back.

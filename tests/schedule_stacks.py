@@ -197,7 +197,11 @@ def states_of(lease: Lease) -> list[StatePart]:
 
 
 def prove_standing(oracle: ByteOracle, lease: Lease) -> None:
-    """A lease can go on from what it has computed, and from where it goes back to if that fails."""
+    """A lease can go on from what it has computed, and from where it goes back to if that fails;
+    and of windows it is promised all that it may take."""
+    if lease._parts is not None:
+        for window in lease._parts._windows:
+            assert window.promised == window.unspent(lease._parts._num_pages), lease
     depths = [(lease.computed, NO_PAGE)]
     for part in states_of(lease):
         known = {
@@ -241,9 +245,5 @@ def is_complete(lease: Any) -> bool:
 
 def may_lack_room(lease: Lease) -> bool:
     """Whether a lease may find no room although no run of it is under way: a run that failed has
-    cost it pages beyond its reserve, or others hold what it held of a window with them."""
-    if lease._parts is None:
-        return False
-    num_pages, parts = lease._parts._num_pages, lease._parts._windows
-    is_short = any(part.promised < part.unspent(num_pages) for part in parts)
-    return is_short or (bool(states_of(lease)) and len(lease) > lease._admitted_len)
+    cost it pages beyond its reserve."""
+    return bool(states_of(lease)) and len(lease) > lease._admitted_len

@@ -554,7 +554,7 @@ class ThirdTier:
         assert backups._worker is None
         limited: Any = tier.io._limited
         assert limited._turns._value - limited._surplus == self.shape.concurrency
-        assert limited._num_waiting == 0
+        assert not limited._waiting
 
     def prove_backed_up(self, salt: str, data: bytes) -> None:
         """What was used just now is stored, as far as the host has it from the root on."""

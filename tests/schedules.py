@@ -847,15 +847,13 @@ class Schedule:
                 lease = await self.cache.acquire(prompt, cache_salt=salt, timeout=2)
                 leases.append(lease)
             for _ in range(3):
-                chunks = [lease.pending for lease in leases]
-                ready = [chunk for chunk in chunks if chunk is not None]
-                for lease in leases:
-                    await lease.ready()
-                if ready:
+                while ready := await self._to_compute(leases):
+                    for lease in leases:
+                        await lease.ready()
                     self.meet("batches")
                     await self.cache.run(leases, self.model, ready)
-                for chunk in ready:
-                    chunk.lease.commit(chunk)
+                    for chunk in ready:
+                        chunk.lease.commit(chunk)
                 self.step()
                 victims = self.cache.extend(leases, [60] * len(leases))
                 if victims:
@@ -873,6 +871,13 @@ class Schedule:
         finally:
             for lease in leases:
                 lease.close()
+
+    async def _to_compute(self, leases: Sequence[Lease]) -> list[Chunk]:
+        """All of it at once; of a window as much as there is room for."""
+        chunks = [
+            lease.pending if self.stack is None else await lease.next_chunk(100) for lease in leases
+        ]
+        return [chunk for chunk in chunks if chunk is not None]
 
     async def _engine(self, tokens: list[int], salt: str) -> None:
         """A request of an engine that calls for everything itself."""

@@ -4,15 +4,29 @@ time."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
+from collections.abc import AsyncIterator
+from typing import Any
+from unittest import mock
 
 import pytest
 
+from tests.hybrid_helpers import hybrid_rig
 from tests.lease_helpers import P, Rig, cancelled, chunk_of, rig, seq, start, turns
 from tests.schedules import prove_lease
-from tests.tier_helpers import demote, on_tier, soon, store, tiers, transfers
-from tiered_cache import Chunk, ClosedError, Lease, LoadFailed, StaleError
+from tests.tier_helpers import Copies, demote, on_tier, soon, store, tiers, transfers
+from tiered_cache import (
+    AdmissionTimeout,
+    CapacityError,
+    Chunk,
+    ClosedError,
+    Lease,
+    LoadFailed,
+    StaleError,
+)
 from tiered_cache.layers import LayerProgress, stale_load
+from tiered_cache.tree.components import swa
 from tiered_cache.types import Boundary, EvictParams, Tier
 
 A, B, C = seq("A", 25), seq("B", 25), seq("C", 25)
@@ -340,3 +354,163 @@ async def test_a_store_whose_rows_are_made_of_what_is_below_it() -> None:
         r.check()
         await copies.all()
         assert on_tier(r, A[:16]) == "BB--"
+
+
+@contextlib.asynccontextmanager
+async def small_windows(
+    pages: int, windows: int, **sections: Any
+) -> AsyncIterator[tuple[Rig, Copies]]:
+    """Two tiers of a model with a window of three pages, and so many pages of it; chunks of two."""
+    copies = Copies()
+    device = {"tokens": pages * P, "ratio": {"swa": (windows + 0.01) / pages}}
+    given = {"device": device, "host": {"tokens": 64 * P}, "options": {"copy_executor": copies}}
+    with mock.patch.object(swa, "CHUNK_TOKENS", 2 * P):
+        async with hybrid_rig("swa", pages, **given, **sections) as r:
+            copies.attach(r.cache._parts.host.copier)  # type: ignore[union-attr]
+            r.at_exit(copies.end)
+            yield r, copies
+
+
+async def _of_which_the_device_has_half(r: Rig, copies: Copies) -> None:
+    """Of A the device has the first three pages, and none of its window; the host has all."""
+    await r.serve(A)
+    await copies.all()
+    await r.cache.evict(EvictParams(num_pages={"swa": 1 << 10}))
+    assert (r.pool.evictable, r.stats.pools["swa"].evictable) == (3, 0)
+
+
+@pytest.mark.parametrize("pages", [7, 8, 9, 10])
+@pytest.mark.parametrize("brings", [True, False])
+async def test_what_a_load_holds_on_the_device_is_in_its_lease_s_promise(
+    pages: int, brings: bool
+) -> None:
+    """Seeds 20261130000995, 4744 and 5242: the load held what the device had of the prompt, and its
+    lease and others had been promised as much."""
+    async with small_windows(pages, 12) as (r, copies):
+        await _of_which_the_device_has_half(r, copies)
+        granting = start(r.lease(A, reserve=3))  # seven pages in all
+        await turns()
+        assert transfers(r)
+        r.check()
+        copies.fails = lambda job: not brings
+        await copies.all()
+        lease = await soon(granting)
+        assert lease.prefix_len == (24 if brings else 0)
+        r.check()
+        await r.compute(lease)
+        lease.close()
+        await copies.all()
+
+
+@pytest.mark.parametrize("pages", [9, 10])
+async def test_a_lease_that_has_lost_its_room_to_a_load_starts_over(pages: int) -> None:
+    """Beside those: what its load holds of the device others may hold on to when the load has
+    failed. Of nine pages six are left, which are fewer than it was promised."""
+    async with small_windows(pages, 20) as (r, copies):
+        await _of_which_the_device_has_half(r, copies)
+        granting = start(r.lease(A, reserve=3))
+        await turns()
+        (node,) = r.cache.tree.root.children.values()
+        held = r.cache.inc_lock_ref(Boundary(node, 12))
+        copies.fails = lambda job: True
+        await copies.all()
+        r.check()
+        assert granting.done() == (pages == 10)
+        r.cache.dec_lock_ref(held)
+        copies.fails = lambda job: False
+        await turns()
+        await copies.all()
+        lease = await soon(granting)
+        assert lease.prefix_len == (0 if pages == 10 else 24)
+        r.check()
+        await r.compute(lease)
+        lease.close()
+        await copies.all()
+
+
+async def test_what_a_load_has_brought_of_the_first_component_waits_for_its_window() -> None:
+    """Seed 30411 of windows alone: the first component's pages had come, were held by the load of
+    the window, which had not, and the lease was promised as many again."""
+    async with small_windows(8, 12) as (r, copies):
+        await r.serve(A)
+        await copies.all()
+        await r.cache.evict(EvictParams(1 << 10))
+        granting = start(r.lease(A, reserve=3))
+        await turns()
+        base = tuple(copies.queued)[-1]  # behind the window, which is there only with it
+        base.start()
+        base.finish()
+        await turns()
+        r.check()
+        assert [load.component for load in transfers(r)] == [1]
+        await copies.all()
+        lease = await soon(granting)
+        assert lease.prefix_len == 24
+        await r.compute(lease)
+        lease.close()
+        await copies.all()
+
+
+@pytest.mark.parametrize("windows", range(18, 28))
+async def test_a_window_that_two_hold_is_room_for_both(windows: int) -> None:
+    """Beside seed 20261130001875: who let go of it first had been promised as many pages again, and
+    there was nothing to take them from, for the other held on. Each needs eleven (§11.5)."""
+    async with small_windows(64, windows) as (r, copies):
+        await r.serve(A)
+        await copies.all()
+        leases = []
+        for name in "XY":
+            with contextlib.suppress(AdmissionTimeout):
+                leases.append(await r.lease(A[:24] + seq(name, 80), timeout=0))
+        assert {lease.prefix_len for lease in leases} == {24}
+        assert len(leases) == (2 if windows >= 22 else 1)
+        with contextlib.suppress(AdmissionTimeout):  # who holds none of it needs four
+            leases.append(await r.lease(seq("Z", 16), timeout=0))
+        assert len(leases) == (3 if windows >= 26 else 2)
+        r.check()
+        for _ in range(12):
+            for lease in leases:
+                chunk = await chunk_of(lease, 2 * P) if lease.computed < len(lease) else None
+                if chunk is not None:
+                    await lease.run(r.model, chunk)
+                    lease.commit(chunk)
+                r.check()
+        for lease in leases:
+            assert lease.committed == len(lease)
+            lease.close()
+        await copies.all()
+
+
+async def test_a_window_is_held_without_what_is_above_it() -> None:
+    """Found on the way: a prefix that ends inside a long node held all of that, and its lease was
+    promised as much less; where that was all that it needs, it had no page to go on with."""
+    long = seq("A", 60)
+    async with small_windows(32, 15) as (r, copies):
+        first = await r.lease([*long, 0])
+        chunk = await chunk_of(first, 60)
+        r.oracle.write(chunk, first.key, 0, 60)  # not in a run: no page has been left behind
+        first.commit(chunk)
+        first.close()
+        await copies.all()
+        lease = await r.lease(long[:45] + seq("X", 40))
+        other = await r.lease(seq("Y", 16))
+        assert (lease.prefix_len, r.stats.pools["swa"].protected) == (44, 3)
+        r.check()
+        await r.compute(lease)
+        lease.close()
+        other.close()
+        await copies.all()
+
+
+async def test_all_that_is_pending_may_be_more_than_a_window_is_promised() -> None:
+    """Seed 20261130001875: two leases of nine pages had been promised six each of a window of
+    twelve; who wants all at once has to take what there is."""
+    async with small_windows(32, 11) as (r, copies):
+        lease = await r.lease(seq("A", 60))
+        with pytest.raises(CapacityError, match="swa"):
+            _ = lease.pending
+        assert (lease.computed, r.stats.pools["swa"].unspent) == (0, 11)
+        await r.compute(lease)
+        assert lease.committed == 60
+        lease.close()
+        await copies.all()

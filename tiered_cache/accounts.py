@@ -2,7 +2,9 @@
 
 On the device, per component, at any time: `free + evictable ≥ Σ pages promised and not taken yet`.
 So taking what was promised is one synchronous step that cannot fail, and making room never waits
-for anybody. On the host nothing is promised: a transfer takes what there is.
+for anybody. Who holds a window lets go of it behind himself and needs as much again, while others
+may hold on to it: so there each holder but one counts like a promise. On the host nothing is
+promised: a transfer takes what there is.
 
 Owns: what is promised, and what a reset has left in other hands. The allocators hold the ids, the
 tree decides who is evicted; only here do ids move between them.
@@ -139,7 +141,7 @@ class PageAccounts(TierPages):
     first component.
     """
 
-    __slots__ = ("_host", "_per_page", "capacity", "promised")
+    __slots__ = ("_host", "_is_window", "_per_page", "capacity", "promised")
 
     def __init__(
         self,
@@ -153,11 +155,18 @@ class PageAccounts(TierPages):
         self.promised = [0] * len(self.allocators)
         self.capacity = self.allocators[BASE].capacity
         self._per_page = [component.is_per_page for component in tree.components]
+        self._is_window = [component.is_window for component in tree.components]
 
     def spare(self, index: int) -> int:
         """Pages of a component that are neither held nor promised."""
-        evictable = self._tree.components[index].device.evictable
-        return self.allocators[index].num_free + evictable - self.promised[index]
+        device = self._tree.components[index].device
+        spare = self.allocators[index].num_free + device.evictable - self.promised[index]
+        return spare - self.shared(index) if self._is_window[index] else spare
+
+    def shared(self, index: int) -> int:
+        """Pages of a window that there is room for besides, as several hold the same ones."""
+        device = self._tree.components[index].device
+        return device.held - device.protected if self._is_window[index] else 0
 
     def room_beside(self, num_pages: int) -> list[int]:
         """Per component, evictable pages that may be protected when so many are taken besides (of

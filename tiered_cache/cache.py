@@ -219,9 +219,9 @@ class UnifiedRadixCache:
                 except BaseException:
                     lease.close()
                     raise
-                if not lease.is_stale:
+                if not (lease.is_stale or lease.has_lost_room):
                     return
-                lease.start_over()  # a reset came between
+                lease.start_over()  # a reset came between, or others
                 lease.end_prefetch()
                 if timeout is not None:
                     left = max(0.0, timeout - (controller.now() - began))
@@ -342,7 +342,7 @@ class UnifiedRadixCache:
 
         def is_enough(count: int) -> bool:
             victims = youngest_first[:count]
-            freed = tree.would_release([lease.receipt for lease in victims if lease.receipt])
+            freed = tree.would_spare([lease.receipt for lease in victims if lease.receipt])
             for index in range(len(freed)):
                 freed[index] += sum(lease.own_ids(index) for lease in victims)
             return all(

@@ -81,7 +81,7 @@ class Engine:
             CapacityError: it would hold what is promised to leases.
         """
         self._controller.check()
-        self._controller.check_spare_of(self._tree.would_protect(boundary))
+        self._controller.check_spare_of(self._tree.would_need(boundary))
         receipt = self._tree.inc_lock_ref(boundary)
         self._controller.used(boundary)
         return receipt

@@ -151,7 +151,7 @@ class JointGrant:
             await lease.load_back(limit, timeout)
         held = 0 if lease.is_stale else lease.prefix_len
         offers = [*range(0, held + 1, size)]
-        if not lease.is_stale:
+        if not (lease.is_stale or lease.has_lost_room):
             offers.append(EQUAL - held)
         agreed = await operation.agree(offers)
         if until is not None:

@@ -282,8 +282,9 @@ class Lease:
             return False
         room = controller.accounts.room_beside(need)
         if self._parts is not None:
-            for index, needed in self._parts.needs(tree.would_hold(boundary), boundary.depth):
-                room[index] = controller.accounts.spare(index) - needed
+            would_hold = tree.would_hold(boundary)
+            if not self._parts.has_room(boundary.depth, would_hold, room):
+                return False
         held = tree.try_hold(boundary, room)
         if held is None:
             return False
@@ -583,7 +584,7 @@ class Lease:
         boundary = controller.tree.match_deeper(receipt, self.key, len(self) - 1)
         if boundary is None or boundary.depth <= self._computed:
             return None
-        spare, needed = controller.accounts.room_beside(0), controller.tree.would_protect(boundary)
+        spare, needed = controller.accounts.room_beside(0), controller.tree.would_need(boundary)
         if any(pages > room for pages, room in zip(needed, spare, strict=True)):
             return None
         return controller.tree.inc_lock_ref(boundary)
@@ -636,8 +637,8 @@ class Lease:
         if not self._fences:
             return True
         spare = self._controller.accounts.room_beside(0)
-        would_protect = self._controller.tree.would_protect(boundary)
-        return all(pages <= room for pages, room in zip(would_protect, spare, strict=True))
+        needed = self._controller.tree.would_need(boundary)
+        return all(pages <= room for pages, room in zip(needed, spare, strict=True))
 
     def _may_hold_state(self, boundary: Boundary) -> bool:
         if self._parts is None or not self._parts.has_states:
@@ -683,7 +684,12 @@ class Lease:
     @property
     def pending(self) -> Chunk | None:
         """All tokens that nobody computes yet, with their pages, as one chunk; None when there are
-        none."""
+        none.
+
+        Raises:
+            CapacityError: no room beyond the reserve; of a window that is a chunk at a time, for
+                more there must be room: `next_chunk` ends where there is none.
+        """
         self.check()
         start = self.frontier
         return self._hand_out(start, len(self)) if start < len(self) else None
@@ -1143,6 +1149,16 @@ class Lease:
         if self._retired:
             taken += self._num_retired
         return max(0, self._admitted_pages - taken)
+
+    @property
+    def unpromised(self) -> int:
+        """Pages of the first component that it may still take, and the accounts do not know of."""
+        return self.unspent - self._promised
+
+    @property
+    def has_lost_room(self) -> bool:
+        """Whether a load has cost it what it was promised: it has to be admitted anew."""
+        return self._load is not None and self._load.has_lost_room
 
     def settle_promise(self) -> None:
         """Bring the accounts in line with `unspent`, after whatever has changed it."""

@@ -42,11 +42,11 @@ class LeasePart(ABC):
 
     Attributes:
         index: of the component.
-        promised: of `unspent`, what there was room to promise: pages of the tree that it holds
-            with others are not spare when it lets go of them, so it may be less for a while.
+        promised: of `unspent`, what there was room to promise: a state that is published is the
+            tree's, and there may be no slot to go on with for a while. `is_short`: it is less.
     """
 
-    __slots__ = ("_accounts", "_component", "_table", "index", "promised")
+    __slots__ = ("_accounts", "_component", "_table", "index", "is_short", "promised")
 
     def __init__(self, component: TreeComponent, table: PageTable, accounts: PageAccounts) -> None:
         self._component = component
@@ -54,6 +54,7 @@ class LeasePart(ABC):
         self._table = table
         self.index = component.index
         self.promised = 0
+        self.is_short = False
 
     @property
     def _size(self) -> int:
@@ -67,10 +68,11 @@ class LeasePart(ABC):
         """The most ids that a lease of so many pages is promised."""
         return self._component.footprint(num_pages)
 
-    def need(self, num_pages: int, depth: int, would_hold: Sequence[int]) -> int:
-        """Ids that a lease of so many pages must be promised, see `LeaseParts.needs`."""
+    def need(self, num_pages: int, depth: int, held: int) -> int:
+        """Ids that a lease of so many pages must be promised if it begins at `depth`, where it
+        holds so many."""
         to_come = num_pages - depth // self._size
-        return max(0, min(to_come, self.footprint(num_pages) - would_hold[self.index]))
+        return max(0, min(to_come, self.footprint(num_pages) - held))
 
     @abstractmethod
     def unspent(self, num_pages: int) -> int:
@@ -144,25 +146,26 @@ class LeasePart(ABC):
 class WindowPart(LeasePart):
     """Pages of a window: as many as the window, a chunk and one more, however long the prompt."""
 
-    __slots__ = ("_committed",)
+    __slots__ = ("_committed", "_first")
 
     def __init__(self, component: TreeComponent, table: PageTable, accounts: PageAccounts) -> None:
         super().__init__(component, table, accounts)
         self.drop()
 
     def drop(self) -> None:
-        self._committed = 0  # in pages
+        self._committed = self._first = 0  # in pages: it holds what is between
 
     def unspent(self, num_pages: int) -> int:
         """What it may take again, too: after a run that came to nothing, or a truncation, pages
         that it has left behind are computed once more; but never what is committed."""
-        is_held = self._ids[: self._table.num_pages] != NO_PAGE
-        to_come = num_pages - self._committed - int(np.count_nonzero(is_held[self._committed :]))
-        held = int(np.count_nonzero(is_held))
+        is_own = self._ids[self._committed : self._table.num_pages] != NO_PAGE
+        own = int(np.count_nonzero(is_own))
+        held = self._committed - self._first + own
+        to_come = num_pages - self._committed - own
         return max(0, min(to_come, self._component.footprint(num_pages) - held))
 
     def _first_held(self, receipt: Receipt, top: int) -> int:
-        self._committed = receipt.depth // self._size
+        self._committed, self._first = receipt.depth // self._size, top // self._size
         return top
 
     def fallback(self, depth: int) -> int:
@@ -220,10 +223,10 @@ class StatePart(LeasePart):
         """The working slot, while a run goes on (−1: none)."""
         return self._slot
 
-    def need(self, num_pages: int, depth: int, would_hold: Sequence[int]) -> int:
+    def need(self, num_pages: int, depth: int, held: int) -> int:
         """None where anything is spare: if that is the very state that the lease is to hold, it
         works with this one (`work_with_held`)."""
-        needed = super().need(num_pages, depth, would_hold)
+        needed = super().need(num_pages, depth, held)
         return needed if self._accounts.spare(self.index) < needed else 0
 
     def unspent(self, num_pages: int) -> int:
@@ -378,10 +381,18 @@ class LeaseParts:
         """Per component, the most ids that the lease is promised."""
         return [(part.index, part.footprint(self._num_pages)) for part in self._all]
 
-    def needs(self, would_hold: Sequence[int], depth: int) -> list[tuple[int, int]]:
-        """Per component, ids that the lease must be promised if it begins at `depth`, with so many
-        held for it there."""
-        return [(part.index, part.need(self._num_pages, depth, would_hold)) for part in self._all]
+    def has_room(self, depth: int, would_hold: Sequence[int], room: list[int]) -> bool:
+        """Whether the lease can be promised what it needs if it begins at `depth`; `would_hold`:
+        what it holds of windows there. In `room`, of components with tombstones, what it may
+        protect besides."""
+        for part in self._all:
+            held = would_hold[part.index]
+            spare = self._accounts.spare(part.index)
+            spare -= held + part.need(self._num_pages, depth, held)
+            if spare < 0:
+                return False
+            room[part.index] = spare + held
+        return True
 
     def unspent(self, index: int) -> int | None:
         """Ids of a component that the lease is promised; None: it is none of these."""
@@ -400,10 +411,11 @@ class LeaseParts:
         for part in self._all:
             unspent = 0 if self._is_closed else part.unspent(self._num_pages)
             more = unspent - part.promised
-            if more > 0:
-                more = min(more, max(0, self._accounts.spare(part.index)))
+            if more > 0 or part.is_short:  # then what it takes is not promised any more, either
+                more = max(-part.promised, min(more, self._accounts.spare(part.index)))
             self._accounts.promise(more, part.index)
             part.promised += more
+            part.is_short = part.promised < unspent
 
     def lacking(self, num_pages: int) -> list[tuple[int, int]]:
         """Per component, ids beyond the promise that so many more pages of the sequence take."""
@@ -514,7 +526,7 @@ class LeaseParts:
         self._is_closed = False
         for part in self._all:
             part.drop()
-            part.promised = 0
+            part.promised, part.is_short = 0, False
 
     # --- looking ----------------------------------------------------------------------------------
 

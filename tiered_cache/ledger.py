@@ -117,8 +117,10 @@ def check(controller: HybridCacheController) -> None:
         promised = sum(lease.unspent_of(index) for lease in leases)
         if pool.unspent != promised:
             faults.append(f"{name}: {pool.unspent} pages are promised, leases say {promised}")
-        if pool.free + pool.evictable < pool.unspent:
-            faults.append(f"{name}: more is promised than there is: {pool}")
+        shared = controller.accounts.shared(index)
+        if pool.free + pool.evictable < pool.unspent + shared:
+            beside = f", and {shared} are held by several" if shared else ""
+            faults.append(f"{name}: more is promised than there is: {pool}{beside}")
         private = [lease.private_pages()[index] for lease in leases]
         private.append(controller.lent.pages(index))
         faults += _wrong_owners(controller, Tier.DEVICE, index, private)

@@ -107,8 +107,8 @@ class Pins:
         num_pages = boundary.depth // self._tree.page_size
         self._check_share(tier, num_pages)
         if tier is Tier.DEVICE:
-            protects = self._tree.would_protect(boundary)
-            for index, pages in enumerate(protects):
+            needs = self._tree.would_need(boundary)
+            for index, pages in enumerate(needs):
                 if pages > self._device.spare(index):
                     raise self._no_room(tier, pages, self._device.spare(index), "is not promised")
             receipt = self._tree.inc_lock_ref(boundary)

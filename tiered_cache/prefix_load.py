@@ -4,7 +4,9 @@ Owns: the loads that a lease waits for, and how many pages of its promise are wi
 know: how pages are copied (transfers), and what the lease does with its prefix.
 
 Pages that are loaded come out of the lease's own promise, so it needs nobody's leave; and whatever
-does not come is promised to it again in the very step in which it goes home.
+does not come is promised to it again in the very step in which it goes home. A load also holds what
+the device has on its path, and that comes out of the promise, too, where there is no other room. If
+others hold it when the load has ended, and there is still no other, the lease starts over.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ class PrefixLoad:
     """One per lease that found something on the host.
 
     Attributes:
-        pages: out of the lease's promise, with loads that have not ended.
+        pages: out of the lease's promise, with loads that have not ended, or held on their path.
+        has_lost_room: not all of that could be promised again.
         end: with `layerwise`, how far (in tokens) the lease's table names pages that are a load's
             until it has ended; 0 otherwise.
         has_failed: a load that the lease was using did not come, and a run is using it still.
@@ -37,6 +40,7 @@ class PrefixLoad:
     """
 
     __slots__ = (
+        "_beside",
         "_brought",
         "_controller",
         "_lease",
@@ -46,6 +50,7 @@ class PrefixLoad:
         "_waits",
         "end",
         "has_failed",
+        "has_lost_room",
         "pages",
         "shortened",
     )
@@ -60,6 +65,8 @@ class PrefixLoad:
         self._limit = 0  # tokens that are wanted
         self._waits: asyncio.Timeout | None = None
         self.pages = 0
+        self._beside = 0  # of `pages`, what no load of its own is bringing
+        self.has_lost_room = False
         self.end = 0
         self.has_failed = False
         self.shortened = ""
@@ -116,7 +123,10 @@ class PrefixLoad:
             if not self._using:
                 self.leave()
         if self.pages and self._lease.epoch == controller.epoch:
-            await self._be_promised_again()
+            self._settle()
+            self.has_lost_room = self._beside > 0
+            if self.pages and not self.has_lost_room:
+                await self._be_promised_again()
 
     def wait_no_longer(self) -> None:
         """As if its time limit had come."""
@@ -137,7 +147,7 @@ class PrefixLoad:
             return []
         # What must not be there without the first component comes first, and waits for it: then all
         # of it becomes visible in one step.
-        loads = []
+        loads: list[Transfer] = []
         for part in reversed(tree.components):
             start = receipt.depth if part.index == BASE else 0
             pieces = tree.plan_transfer(boundary, part.index, Tier.DEVICE, start)
@@ -159,6 +169,7 @@ class PrefixLoad:
                     )
                 loads.append(load)
                 self._loads[load] = piece.stop
+        self._settle()
         return loads
 
     def _may_take(self, index: int, pieces: Sequence[Piece]) -> bool:
@@ -180,17 +191,27 @@ class PrefixLoad:
             # Of windows and states nothing was promised for it.
             if is_current and controller.accounts.spare(BASE) < self.pages:
                 return False
-            self.pages = 0
+            self.pages = self._beside = 0
             self._lease.settle_promise()
             return True
 
         await controller.admission.admit_first(attempt, controller.check)
+
+    def _settle(self) -> None:
+        """Be promised what is not with a load, as far as there is room."""
+        lease, accounts = self._lease, self._controller.accounts
+        self.pages -= self._beside
+        self._beside = max(0, lease.unpromised - accounts.spare(BASE))
+        self.pages += self._beside
+        lease.settle_promise()
 
     async def settled(self) -> None:
         """Until no load has pages out of the lease's promise any more."""
         for load in self._loads:
             if load.funder is self:
                 await load.ended.wait()
+        if self.pages:
+            await self._be_promised_again()
 
     def leave(self) -> None:
         """The lease does not need them any more."""
@@ -219,7 +240,7 @@ class PrefixLoad:
             lease.go_on_from(*self._brought, self.end or self._limit)
         if self._using:
             self._check_used(load)
-        lease.settle_promise()
+        self._settle()
 
     # --- layer by layer ---------------------------------------------------------------------------
 

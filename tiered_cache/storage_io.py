@@ -447,8 +447,9 @@ class StorageIO:
         self._replace(call.task)
 
     def _replace(self, hung: asyncio.Task[None]) -> None:
-        """A call hangs: its thread and its turn are held by nobody who works."""
-        if hung.done():
+        """A call hangs: its thread and its turn are held by nobody who works. One that has had no
+        turn yet gets none."""
+        if hung.done() or self._limited.withdraw(hung):
             return
         self._num_hung += 1
         if self._num_hung <= MAX_REPLACED:

@@ -113,8 +113,13 @@ class Storing(NamedTuple):
             return False
         if component != BASE and self.fences:
             return False  # they know the pages of the first component only
+        # Of a window, the node alone: it may be longer.
+        is_window = self.tree.components[component].is_window
         would_protect = self.tree.would_protect(Boundary(node, part.stop))
-        return all(pages <= self.device.spare(index) for index, pages in enumerate(would_protect))
+        needs = {BASE: would_protect[BASE]}
+        if component != BASE:
+            needs[component] = len(part.ids) if is_window else would_protect[component]
+        return all(pages <= self.device.spare(index) for index, pages in needs.items())
 
     def store(
         self, node: Node, component: int, part: Piece, on_end: Callable[[Transfer], None]

@@ -440,6 +440,15 @@ MUTANTS: Final = [
         test=ENDS + "test_a_probe_that_comes_early_is_made_later",
     ),
     Mutant(
+        id="what-is-late-in-the-queue-is-asked-all-the-same",
+        rule="§9.3",
+        harm="a slow store is asked for nobody, ever later, and nothing ends",
+        file=IO,
+        old="        if hung.done() or self._limited.withdraw(hung):\n",
+        new="        if hung.done():\n",
+        test=HEALTH_TESTS + "test_a_backend_that_is_slower_than_it_is_asked_has_no_queue",
+    ),
+    Mutant(
         id="a-call-that-hangs-keeps-its-turn",
         rule="§9.3",
         harm="a hang: one call that does not end stops all others",

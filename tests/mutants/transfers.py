@@ -24,6 +24,7 @@ LAYER_TESTS: Final = "tests/test_layers.py::"
 FOUND: Final = "tests/test_found_by_schedules.py::"
 FENCE_TESTS: Final = "tests/test_fences.py::"
 ACCOUNT_TESTS: Final = "tests/test_accounts.py::"
+FOUND: Final = "tests/test_found_by_schedules.py::"
 MOVER_TESTS: Final = "tests/transfer/test_mover.py::"
 
 MUTANTS: Final = [
@@ -102,12 +103,11 @@ MUTANTS: Final = [
         rule="§9.5",
         harm="pages are evicted and written while they are copied: wrong bytes on the host",
         file=RADIX,
-        old="        receipt = self.inc_lock_ref(boundary)\n        source",
+        old="        receipt = self._acquire(boundary, DEVICE, start, holds)\n",
         new=(
-            "        receipt = self.inc_lock_ref(boundary)\n"
+            "        receipt = self._acquire(boundary, DEVICE, start, holds)\n"
             "        if target is not DEVICE:\n"
             "            self.release(receipt, component)\n"
-            "        source"
         ),
         test=POLICY_TESTS + "test_what_is_being_copied_is_not_evicted",
     ),
@@ -300,9 +300,27 @@ MUTANTS: Final = [
         rule="§9.8",
         harm="growth within the reserve fails after a load that took too long",
         file=PREFIX,
-        old="            await self._be_promised_again()",
-        new="            self.pages = 0",
+        old="                await self._be_promised_again()\n\n",
+        new="                self.pages = 0\n\n",
         test=LOAD_BACK + "test_after_the_time_limit_the_lease_waits_for_other_pages",
+    ),
+    Mutant(
+        id="what-a-load-holds-is-promised-too",
+        rule="§11.5",
+        harm="more is promised than there is: growth within the reserve fails",
+        file=PREFIX,
+        old="        self._beside = max(0, lease.unpromised - accounts.spare(BASE))\n",
+        new="        self._beside = 0\n",
+        test=FOUND + "test_what_a_load_holds_on_the_device_is_in_its_lease_s_promise",
+    ),
+    Mutant(
+        id="who-has-lost-room-to-a-load-does-not-start-over",
+        rule="§11.5",
+        harm="growth within the reserve fails, or is waited for by who holds what others wait for",
+        file=PREFIX,
+        old="            self.has_lost_room = self._beside > 0\n",
+        new="            self._beside = self.pages = 0\n",
+        test=FOUND + "test_a_lease_that_has_lost_its_room_to_a_load_starts_over",
     ),
     Mutant(
         id="the-last-layer-arrives-before-the-commit",

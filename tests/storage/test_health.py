@@ -449,6 +449,43 @@ async def test_a_turn_that_was_never_taken_is_taken_back() -> None:
     await asyncio.gather(*calls)
 
 
+@on_virtual_clock
+async def test_a_backend_that_is_slower_than_it_is_asked_has_no_queue() -> None:
+    """Schedule 20261130014000: probes that nobody waited for any more stood in the queue, each was
+    asked in its turn, later and later, and the next one stood behind them; so nothing ever ended,
+    however often it answered in time.
+    """
+    storage = {"max_concurrency": 1, "timeout": 1.0}
+    breaker = {"failures": 1, "retry_after": 0.5, "max_retry_after": 0.5}
+    async with three_tiers(storage={**storage, "breaker": breaker}) as (r, store):
+        slow = store.fault("contains", delay=7.0, stubborn=True)
+        await fails(r, 1)
+        await asyncio.sleep(1000)
+        assert health(r).calls_queued <= 1
+        assert health(r).calls_hung <= 5
+        store.faults.remove(slow)
+        async with asyncio.timeout(20):
+            await r.cache.drain()
+        await asyncio.sleep(20)
+        assert health(r).reads == "closed"
+        assert health(r).calls_hung == 0
+
+
+async def test_what_is_late_in_the_queue_never_begins() -> None:
+    """What has had its turn goes on, and has to be waited for."""
+    store, gate = Store(), CallGate()
+    store.fault("contains", gate=gate)
+    limited = Limited(store, 1, lambda num_waiting: None)
+    calls = [start(limited.contains([ObjectKey(bytes(KEY_BYTES))])) for _ in range(3)]
+    await turns()
+    assert [limited.withdraw(call) for call in calls] == [False, True, True]
+    await turns()
+    assert [call.cancelled() for call in calls] == [False, True, True]
+    gate.open()
+    await calls[0]
+    assert store.num_calls["contains"] == 1
+
+
 @pytest.mark.parametrize(
     "new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
 )

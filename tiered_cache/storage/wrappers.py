@@ -65,9 +65,17 @@ class Limited(Wrapper):
         super().__init__(inner)
         self._turns = asyncio.Semaphore(limit)
         self._queued = queued
-        self._num_waiting = 0
+        self._waiting: set[asyncio.Task[Any] | None] = set()
         self._replaced: set[asyncio.Task[None]] = set()
         self._surplus = 0
+
+    def withdraw(self, late: asyncio.Task[None]) -> bool:
+        """Nobody waits for a task's call any more: whether it waits for its turn still, and so
+        never begins. Else a backend that is slower than it is asked would never be done."""
+        if late not in self._waiting:
+            return False
+        late.cancel()
+        return True
 
     def replace(self, hung: asyncio.Task[None]) -> None:
         """A task's call hangs: another may start in its stead."""
@@ -82,25 +90,23 @@ class Limited(Wrapper):
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
-        self._wait(+1)
+        task = asyncio.current_task()
+        self._waiting.add(task)
+        self._queued(len(self._waiting))
         try:
             await self._turns.acquire()
         finally:
-            self._wait(-1)
+            self._waiting.discard(task)
+            self._queued(len(self._waiting))
         try:
             yield
         finally:
-            task = asyncio.current_task()
             if task in self._replaced:
                 self._replaced.remove(task)
             elif self._surplus:
                 self._surplus -= 1
             else:
                 self._turns.release()
-
-    def _wait(self, change: int) -> None:
-        self._num_waiting += change
-        self._queued(self._num_waiting)
 
     async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
         async with self._turn():

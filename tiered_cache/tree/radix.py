@@ -104,6 +104,7 @@ class RadixTree:
             for component in self.components
             if type(component).overlap_cut is not TreeComponent.overlap_cut
         ]
+        self._windows = [component for component in self.components if component.is_window]
         self.observers = Observers(observers)
         self.receipts = ReceiptBook()
         self._page_bytes = page_size * TOKEN_BYTES
@@ -585,6 +586,8 @@ class RadixTree:
         if node.end != depth or (path[-1].parent if path else node) is not self.root:
             node = self.cut(boundary)
             path = self._path_to(node)
+        if self._windows:
+            self._cut_windows(path)
         parts = [component.acquire_component_lock(path, DEVICE, 0) for component in self.components]
         receipt = self.receipts.issue(node, DEVICE, parts)
         path.reverse()
@@ -623,8 +626,10 @@ class RadixTree:
         owner.evict_component(node, DEVICE, taken)
         return taken.device[component][0]
 
-    def _move_lock(self, receipt: Receipt, path: Sequence[Node], below: Sequence[Node]) -> None:
+    def _move_lock(self, receipt: Receipt, path: list[Node], below: Sequence[Node]) -> None:
         """`path` and `below` as in `advance_component_lock`."""
+        if self._windows and self._cut_windows(path):
+            below = [node for node in path if node.end > receipt.depth]
         for component in self.components:
             part = receipt.parts[component.index]
             if part is not None:
@@ -633,6 +638,22 @@ class RadixTree:
                 )
         if path:
             receipt.node, receipt.depth = path[0], path[0].end
+
+    def _cut_windows(self, path: list[Node]) -> bool:
+        """Cut `path` (end first) where a request would hold much more than a window; whether it
+        would."""
+        is_cut = False
+        for component in self._windows:
+            depth = component.lock_cut(path)
+            if not depth:
+                continue
+            for at, node in enumerate(path):
+                if node.start <= depth:
+                    if node.start < depth:
+                        path.insert(at + 1, self._split_node(node, depth))
+                        is_cut = True
+                    break
+        return is_cut
 
     def dec_lock_ref(self, receipt: Receipt) -> None:
         """Give a device lock back.
@@ -671,15 +692,21 @@ class RadixTree:
             if receipt.node.data[BASE].value is None:
                 self._prune(receipt.node)
 
-    def _acquire(self, boundary: Boundary, tier: Tier, start: int) -> Receipt:
+    def _acquire(
+        self, boundary: Boundary, tier: Tier, start: int, only: Sequence[int] | None = None
+    ) -> Receipt:
+        """`only`: what the receipt is of; None: of all components."""
         node, depth = boundary
         path = self._path_to(node)
         if node.end != depth or (path[-1].parent if path else node) is not self.root:
             node = self.cut(boundary)
             path = self._path_to(node)
-        parts = [
-            component.acquire_component_lock(path, tier, start) for component in self.components
-        ]
+        if only is None:
+            parts = [each.acquire_component_lock(path, tier, start) for each in self.components]
+        else:
+            parts = [None] * len(self.components)
+            for index in {*only}:
+                parts[index] = self.components[index].acquire_component_lock(path, tier, start)
         return self.receipts.issue(node, tier, parts)
 
     def _release(self, receipt: Receipt, tier: Tier) -> None:
@@ -742,23 +769,34 @@ class RadixTree:
         path = self._path_to(boundary.node)
         return [component.would_protect(path, boundary.depth) for component in self.components]
 
-    def would_hold(self, boundary: Boundary) -> list[int]:
-        """Per component, ids that a lock on this boundary would keep, of those that a request needs
-        at a time."""
+    def would_need(self, boundary: Boundary) -> list[int]:
+        """Per component, pages that there must be room for before this boundary is held once
+        more."""
         path = self._path_to(boundary.node)
-        return [component.would_hold(path, boundary.depth) for component in self.components]
+        return [component.would_need(path, boundary.depth) for component in self.components]
+
+    def would_hold(self, boundary: Boundary) -> list[int]:
+        """Of that, what a request counts among the ids that it needs at a time: of windows."""
+        if not self._windows:
+            return [0] * len(self.components)
+        path = self._path_to(boundary.node)
+        return [
+            component.would_need(path, boundary.depth) if component.is_window else 0
+            for component in self.components
+        ]
 
     def would_release(self, receipts: Sequence[Receipt]) -> list[int]:
         """Per component, pages that would become evictable if these receipts were released
         together."""
         return [
-            component.would_release(
-                [
-                    (receipt.node, part)
-                    for receipt in receipts
-                    if (part := receipt.parts[component.index]) is not None
-                ]
-            )
+            component.would_release(_parts_of(receipts, component.index))
+            for component in self.components
+        ]
+
+    def would_spare(self, receipts: Sequence[Receipt]) -> list[int]:
+        """Per component, pages that there would be room for then."""
+        return [
+            component.would_spare(_parts_of(receipts, component.index))
             for component in self.components
         ]
 
@@ -914,9 +952,11 @@ class RadixTree:
     def pin_transfer(
         self, boundary: Boundary, start: int, component: int, target: Tier, transfer: object
     ) -> Pinned:
-        """Hold what `transfer` names: its path on the device, its source on the host if it is
-        there; and have its nodes say that it is pending (9.2)."""
-        receipt = self.inc_lock_ref(boundary)
+        """Hold what `transfer` names: its path on the device, its source on either tier; and have
+        its nodes say that it is pending (9.2). Of windows and states no more than that source is
+        held: whoever holds a window needs room for all of it."""
+        holds = (BASE,) if target is DEVICE else (BASE, component)
+        receipt = self._acquire(boundary, DEVICE, start, holds)
         source = self.inc_host_lock_ref(boundary, start) if target is DEVICE else None
         pinned = Pinned(component, start, receipt, source)
         self._mark(pinned, transfer)
@@ -1242,6 +1282,15 @@ class RadixTree:
             )
             stack.extend((child, level + 1) for child in reversed(node.children.values()))
         return "\n".join(lines)
+
+
+def _parts_of(receipts: Sequence[Receipt], component: int) -> list[tuple[Node, Any]]:
+    """What these receipts hold of a component: where it ends, and what its release needs."""
+    return [
+        (receipt.node, part)
+        for receipt in receipts
+        if (part := receipt.parts[component]) is not None
+    ]
 
 
 def _is_held_host_copy(node: Node) -> bool:

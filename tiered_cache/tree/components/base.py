@@ -77,13 +77,18 @@ def join_each(parts: Sequence[Sequence[PageIds]]) -> tuple[PageIds, ...]:
 
 
 class Sizes:
-    """Pages that a component holds on one tier, by whether a lock keeps them."""
+    """Pages that a component holds on one tier, by whether a lock keeps them.
 
-    __slots__ = ("evictable", "protected")
+    `held`: of windows on the device, pages (and places of pages that may come) that locks hold,
+    each counted as often as it is held.
+    """
+
+    __slots__ = ("evictable", "held", "protected")
 
     def __init__(self) -> None:
         self.evictable = 0
         self.protected = 0
+        self.held = 0
 
     def credit(self, num_pages: int, locks: int) -> None:
         """Count pages gained (or lost, if negative) by a node with that many locks."""
@@ -119,11 +124,13 @@ class TreeComponent(ABC):
     """One kind of state. Made with its id, bound once by the tree that it is given to.
 
     `is_per_page`: an id stands for each page of a node; else one for the state at its end.
-    `has_tombstones`: it may be missing at a node that exists.
+    `has_tombstones`: it may be missing at a node that exists. `is_window`: whoever holds a part of
+    it lets go of that and needs as much again, so each holder has to find room for all it holds.
     """
 
     is_per_page: ClassVar[bool] = True
     has_tombstones: ClassVar[bool] = False
+    is_window: ClassVar[bool] = False
 
     def __init__(self, component_id: str) -> None:
         self.id = ComponentId(component_id)
@@ -291,15 +298,24 @@ class TreeComponent(ABC):
         """Evictable device pages that a lock on `path` (end first), cut at `depth`, would
         protect."""
 
-    def would_hold(self, path: Sequence[Node], depth: int) -> int:
-        """Device ids that a lock on `path` (end first), cut at `depth`, would keep of those that a
-        request counts in its `footprint`; only asked where there may be tombstones."""
-        return 0
+    def would_need(self, path: Sequence[Node], depth: int) -> int:
+        """Device pages that there must be room for before `path` (end first), cut at `depth`, is
+        held once more: what that protects, and of a window what others hold, too."""
+        return self.would_protect(path, depth)
 
     @abstractmethod
     def would_release(self, parts: Sequence[tuple[Node, Any]]) -> int:
         """Device pages that would become evictable if one lock for each of `parts` (the node where
         it ends, and what its acquisition returned) were released."""
+
+    def would_spare(self, parts: Sequence[tuple[Node, Any]]) -> int:
+        """Device pages that there would be room for then: as `would_need`."""
+        return self.would_release(parts)
+
+    def lock_cut(self, path: Sequence[Node]) -> int:
+        """The depth at which `path` (end first) must be cut before a request holds it, so that it
+        does not hold more than its `footprint` has room for. 0: nowhere."""
+        return 0
 
     @abstractmethod
     def held(self, node: Node, tier: Tier, part: Any) -> Iterable[Node]:

@@ -6,7 +6,7 @@ costs nothing but the boundaries for a window's length below it (semantics §3.4
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from tiered_cache.tree.components.sparse import GAP, SparseComponent, behind_gap
 from tiered_cache.types import NO_PAGE, Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from tiered_cache.observe import Observers
     from tiered_cache.tree.components.base import Flags
@@ -37,6 +37,8 @@ class SWAComponent(SparseComponent):
         component_id: `swa`, or `swa.4096` where a model has several windows.
         window: W, in tokens.
     """
+
+    is_window: ClassVar[bool] = True
 
     def __init__(self, component_id: str, window: int) -> None:
         super().__init__(component_id)
@@ -227,13 +229,21 @@ class SWAComponent(SparseComponent):
             return start
         if tier is DEVICE:
             start = max(start, path[0].end - self.window)
-        top = None
+        last: Node | None = None
         for node in path:
             if node.end <= start:
                 break
             self._hold(node, tier)
-            top = node
-        return path[0].end if top is None else top.start
+            last = node
+        top = path[0].end if last is None else last.start
+        if tier is DEVICE:
+            self.device.held += (path[0].end - top) // self.page_size
+        return top
+
+    def release_component_lock(self, node: Node, tier: Tier, part: int) -> None:
+        super().release_component_lock(node, tier, part)
+        if tier is DEVICE:
+            self.device.held -= (node.end - part) // self.page_size
 
     def held(self, node: Node, tier: Tier, part: int) -> Iterator[Node]:
         current: Node | None = node
@@ -248,8 +258,24 @@ class SWAComponent(SparseComponent):
             if not node.data[self.index].lock_ref
         )
 
-    def would_hold(self, path: Sequence[Node], depth: int) -> int:
-        return sum(num_pages for _, num_pages in self._would_hold(path, depth))
+    def would_need(self, path: Sequence[Node], depth: int) -> int:
+        """Tombstones, too: what comes there is held by all who hold the place."""
+        within = [node for node in path if node.start < depth]
+        top = depth
+        for node in self._in_window(within, depth, self.window):
+            top = node.start
+        return (depth - top) // self.page_size
+
+    def would_spare(self, parts: Sequence[tuple[Node, int]]) -> int:
+        return sum(node.end - top for node, top in parts) // self.page_size
+
+    def lock_cut(self, path: Sequence[Node]) -> int:
+        """Only where it would be more than two windows: `footprint` has room for these, and each
+        cut is a piece more to store and to load."""
+        window, top, end = self._ceil(self.window), 0, path[0].end if path else 0
+        for node in self._in_window(path, end, self.window):
+            top = node.start
+        return end - window if end - top > 2 * window else 0
 
     def _would_hold(self, path: Sequence[Node], depth: int) -> Iterator[tuple[Node, int]]:
         """The nodes with a value that a lock would hold, and how many pages of each."""
@@ -264,3 +290,11 @@ class SWAComponent(SparseComponent):
         if target is not DEVICE or not path:
             return path
         return list(self._in_window(path[::-1], path[-1].end, self.window))[::-1]
+
+    # --- proof ------------------------------------------------------------------------------------
+
+    def check_orders(self, nodes: Sequence[Node], fail: Callable[[str], None]) -> None:
+        super().check_orders(nodes, fail)
+        held = sum(self.num_ids(node) * node.data[self.index].lock_ref for node in nodes)
+        if self.device.held != held:
+            fail(f"{self.id} counts {self.device.held} pages as held, the locks hold {held}")

@@ -8,11 +8,14 @@ import threading
 
 import pytest
 
+from tests.hybrid_helpers import hybrid_tiers, objects
 from tests.lease_helpers import P, Rig, cancelled, chunk_of, rig, seq, start, turns
 from tests.schedules import prove_lease
 from tests.tier_helpers import demote, on_tier, soon, store, tiers, transfers
 from tiered_cache import Chunk, ClosedError, Lease, LoadFailed, StaleError
 from tiered_cache.layers import LayerProgress, stale_load
+from tiered_cache.storage.backend import WriteResult
+from tiered_cache.testing.faulty_backend import CallGate
 from tiered_cache.types import Boundary, EvictParams, Tier
 
 A, B, C = seq("A", 25), seq("B", 25), seq("C", 25)
@@ -340,3 +343,32 @@ async def test_a_store_whose_rows_are_made_of_what_is_below_it() -> None:
         r.check()
         await copies.all()
         assert on_tier(r, A[:16]) == "BB--"
+
+
+async def test_rows_that_storage_reads_are_quiet_when_the_device_gives_up_their_base() -> None:
+    """Seed 1234 of stacks on storage: what a window has on the host went with a node whose base was
+    on the device alone, and others were given its rows while they were being written."""
+    async with hybrid_tiers("swa") as (r, store):
+        store.fault("write", keys=objects(r, store, "swa", A), result=WriteResult.REFUSED)
+        await r.serve(A)
+        await r.cache.drain()
+        controller = r.cache._controller
+        assert controller.host_pages is not None
+        controller.host_pages.evict([1 << 20, 0])  # the base, a copy of which is stored
+        store.faults.clear()
+        store.fault("write", gate=(gate := CallGate()))
+        r.at_exit(gate.open)
+        await r.serve(A)
+        await gate.reached()
+        (call,) = controller.storage_calls()
+        assert call.component == 1
+        controller.accounts.evict([1 << 20, 0])
+        assert r.pool.free == r.pool.capacity
+        swa = r.stats.host["swa"]
+        assert (swa.protected, swa.quarantined) == (0, len(call.ids))
+        r.check()
+        r.oracle.spoil("swa", controller.host_pages.allocators[1].free_ids(), on_host=True)
+        gate.open()
+        await r.cache.drain()
+        assert r.stats.host["swa"].free == r.stats.host["swa"].capacity
+        r.check()

@@ -95,7 +95,8 @@ class StackShape:
 
     def model(self) -> dict[str, Any]:
         layers = {"num_layers": 1 + len(self.names), "num_kv_heads": 1, "head_dim": 2}
-        return {"dtype": "float32", **layers, "strategy": Strategy.name}
+        name = {"id": "test/stack", "revision": "1"}
+        return {**name, "dtype": "float32", **layers, "strategy": Strategy.name}
 
 
 def _footprint(window: int, chunk_tokens: int, page_size: int, num_pages: int) -> int:
@@ -153,7 +154,7 @@ class Rule:
 
     def __init__(self, cache: UnifiedRadixCache) -> None:
         self._tree = cache.tree
-        self._roles: list[Role] = [role_of(component) for component in cache.tree.components]
+        self.roles: list[Role] = [role_of(component) for component in cache.tree.components]
 
     def prove(self, key: RadixKey, limit: int | None, found: MatchResult) -> bool:
         """A match ends where it may; whether that is below a tombstone on the device."""
@@ -162,8 +163,8 @@ class Rule:
         on_device = pages_there(self._tree, cut, device_only=True)
         on_both = pages_there(self._tree, cut, device_only=False)
         size = self._tree.page_size
-        device = max(legal_depths(self._roles, on_device, size))
-        best = max(legal_depths(self._roles, on_both, size))
+        device = max(legal_depths(self.roles, on_device, size))
+        best = max(legal_depths(self.roles, on_both, size))
         assert (found.device_length, found.best_length) == (device, best), (found, device, best)
         return any(
             not all(have[: device // size])

@@ -80,6 +80,9 @@ MAX_SECONDS: Final = 4_000
 STACK_SHARE: Final = 1 / 3
 """Of the schedules without storage: so many have windows or states."""
 
+THIRD_TIER_SHARE: Final = 1 / 2
+"""Of those: so many have storage after all."""
+
 MAX_STEPS: Final = 60
 """More steps of one request are taken for one that never ends."""
 
@@ -154,6 +157,17 @@ class Shape:
         host_pages = max(4, self.host_pages + device_pages - self.device_pages)
         stack = StackShape.drawn(draws, self.page_size, device_pages, host_pages)
         return replace(self, device_pages=device_pages, host_pages=host_pages, stack=stack)
+
+    def with_storage(self, draws: random.Random) -> Shape:
+        """The same with a third tier, below a second one."""
+        assert self.stack is not None, "others are drawn with it"
+        return replace(
+            self,
+            write_policy=draws.choice((self.write_policy, *WRITE_POLICIES[:1] * 2)),
+            restarts=draws.choice((0, 1, 1, 1, 2)),
+            storage=StorageShape.drawn(draws, self.page_size),
+            stack=replace(self.stack, has_host=True),
+        )
 
     @property
     def job_bytes(self) -> int:
@@ -354,6 +368,9 @@ class Schedule:
         stack_draws = random.Random(f"stack {loop.seed}")
         if self.shape.storage is None and stack_draws.random() < STACK_SHARE:
             self.shape = self.shape.with_stack(stack_draws)
+            storage_draws = random.Random(f"stack on storage {loop.seed}")
+            if storage_draws.random() < THIRD_TIER_SHARE:
+                self.shape = self.shape.with_storage(storage_draws)
         self.stack = self.shape.stack
         self.page_size = self.shape.page_size
         self.met: Counter[str] = Counter()
@@ -430,7 +447,7 @@ class Schedule:
         self.oracle = ByteOracle(self.cache)
         self.model = OracleModel(self.oracle)
         self._models.append(self.model)
-        self._rule = Rule(self.cache)
+        self.rule = Rule(self.cache)
         self.unwritten = set()
         self.forget()
         self._guard()
@@ -595,8 +612,8 @@ class Schedule:
     async def _read_back(self) -> list[tuple[str, bytes]]:
         """What is known to be there is reused, and reads right; what that was."""
         draws = self.draws
-        used = draws.sample(sorted(self._published), min(2, len(self._published)))
-        for salt, data in used:
+        used = []
+        for salt, data in draws.sample(sorted(self._published), min(2, len(self._published))):
             tokens = np.frombuffer(data, np.int64).tolist()
             match = self.match(salt, tokens, len(tokens) - 1)
             before = self._num_lost()
@@ -607,15 +624,17 @@ class Schedule:
                     if match.best_length - match.device_length < self.shape.threshold:
                         wanted = match.device_length
                     is_as_wanted = lease.prefix_len == wanted
-                    if self.stack is not None and "no room" in lease.why:
-                        self.meet("loads that had no room")
-                        is_as_wanted = match.device_length <= lease.prefix_len <= wanted
                     if self.third:  # which may have more
                         is_as_wanted = lease.prefix_len >= wanted
+                    if self.stack is not None and "no room" in lease.why:
+                        self.meet("loads that had no room")
+                        most = len(tokens) if self.third else wanted
+                        is_as_wanted = match.device_length <= lease.prefix_len <= most
                     assert is_as_wanted, (lease, match, lease.why)
                 while chunk := await lease.next_chunk(100):
                     await lease.run(self.model, chunk)
                     lease.commit(chunk)
+                used.append((salt, data[: lease.committed * 8]))
         return used
 
     def _num_lost(self) -> tuple[int, ...]:
@@ -1129,7 +1148,7 @@ class Schedule:
             for limit in (None, draws.randint(1, len(tokens))):
                 key = RadixKey(tokens, cache_salt=salt)
                 found = self.match(salt, tokens, limit)
-                is_below = self._rule.prove(key, limit, found)
+                is_below = self.rule.prove(key, limit, found)
                 self.meet("tombstones matched below", is_below)
         if self._ends and self.controller.counters.pages_evicted == self._evicted_before:
             self.meet("found what was published to")

@@ -29,8 +29,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from tests.schedule_stacks import KINDS, kind_of
 from tiered_cache import ClosedError, RadixKey
 from tiered_cache.errors import BackendError, ConfigError
+from tiered_cache.prefetch_parts import PrefetchesOfParts
 from tiered_cache.storage.backend import SCOPE_BYTES, ObjectKey, ReadResult, WriteResult
 from tiered_cache.storage.health import HealthState
 from tiered_cache.testing.component_scene import legal_depths, pages_there
@@ -420,6 +422,7 @@ class ThirdTier:
         self._tiers.append(tier)
         self._formats = tier.io.formats
         give_up, arrived = tier.io.give_up, tier.prefetches._arrived
+        components = schedule.cache.tree.components
 
         def giving_up(call: StorageCall) -> None:
             is_under_way = call.is_read and not (call.is_quiet or call.is_given_up)
@@ -433,7 +436,24 @@ class ThirdTier:
             schedule.meet("reads that brought something", is_more)
             is_short = 0 < call.num_good < len(call.ids)
             schedule.meet("reads that brought a part", is_more and is_short)
+            if call.component != BASE and is_more:
+                kind = KINDS[kind_of(components[call.component].id)]
+                schedule.meet(f"reads that brought {kind}")
+                is_alone = not prefetch.brought[BASE]
+                schedule.meet("tombstones that storage alone made good", is_alone)
 
+        def going_for(prefetch: Any) -> int:
+            before, had = prefetch.parts.goal, prefetch.reached
+            goal: int = find_goal(prefetch)
+            call = prefetch.call
+            is_short = call is not None and call.error is None and call.num_good < len(call.ids)
+            is_back = is_short and had < goal < min(before, prefetch.parts.most)
+            schedule.meet("prefetches that fell back to another boundary", is_back)
+            return goal
+
+        if isinstance(tier.prefetches, PrefetchesOfParts):
+            find_goal = tier.prefetches._goal
+            tier.prefetches._goal = going_for  # type: ignore[method-assign]
         tier.io.give_up = giving_up  # type: ignore[method-assign]
         tier.prefetches._arrived = arriving  # type: ignore[method-assign]
 

@@ -158,6 +158,11 @@ class Shape:
         stack = StackShape.drawn(draws, self.page_size, device_pages, host_pages)
         return replace(self, device_pages=device_pages, host_pages=host_pages, stack=stack)
 
+    def with_sinks(self, draws: random.Random) -> Shape:
+        """The same with a component of a user's own."""
+        assert self.stack is not None, "beside others, or instead of them"
+        return replace(self, stack=self.stack.with_sinks(draws, self.device_pages))
+
     def with_storage(self, draws: random.Random) -> Shape:
         """The same with a third tier, below a second one."""
         assert self.stack is not None, "others are drawn with it"
@@ -368,6 +373,9 @@ class Schedule:
         stack_draws = random.Random(f"stack {loop.seed}")
         if self.shape.storage is None and stack_draws.random() < STACK_SHARE:
             self.shape = self.shape.with_stack(stack_draws)
+            sink_draws = random.Random(f"sinks {loop.seed}")
+            if sink_draws.random() < schedule_stacks.SINK_SHARE:
+                self.shape = self.shape.with_sinks(sink_draws)
             storage_draws = random.Random(f"stack on storage {loop.seed}")
             if storage_draws.random() < THIRD_TIER_SHARE:
                 self.shape = self.shape.with_storage(storage_draws)
@@ -1035,8 +1043,8 @@ class Schedule:
             self.meet("loads whose path did not come", is_lost and not transfer.by_layer)
             self.meet("layer-wise loads", transfer.by_layer)
             if transfer.component != BASE and transfer.kind == "load":
-                is_window = tree.components[transfer.component].is_per_page
-                self.meet("loads of a window" if is_window else "loads of a state", arrived_any)
+                kind = schedule_stacks.kind_of(tree.components[transfer.component].id)
+                self.meet(f"loads of {schedule_stacks.KINDS[kind]}", arrived_any)
 
         def on_stale(transfer: Any) -> None:
             self.meet(f"{transfer.kind}s that a reset came before")

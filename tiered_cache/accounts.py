@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiered_cache.errors import IntegrityError
-from tiered_cache.tree.components.base import NO_PAGES
+from tiered_cache.tree.components.base import NO_PAGES, join
 from tiered_cache.tree.node import BASE
 from tiered_cache.types import NO_PAGE
 
@@ -156,7 +156,8 @@ class HostPages(TierPages):
             return ids
         is_lent = (ids != NO_PAGE) & (lent[ids] > 0)
         orphans[ids[is_lent]] = True
-        return ids[~is_lent]
+        free: PageIds = ids[~is_lent]
+        return free
 
     def reset(self, held: Iterable[Sequence[PageIds]]) -> None:
         """Likewise; what is lent is held."""
@@ -167,9 +168,9 @@ class HostPages(TierPages):
     def quarantined(self, index: int) -> PageIds:
         """Likewise, with what is lent."""
         stale, orphans = super().quarantined(index), self._orphans[index]
-        return (
-            stale if orphans is None else np.append(stale, np.flatnonzero(orphans)).astype(np.int32)
-        )
+        if orphans is not None:
+            stale = join([stale, np.flatnonzero(orphans).astype(np.int32)])
+        return stale
 
     def take_up_to(self, index: int, num_pages: int) -> PageIds:
         """Ids of one component, as many as there can be made room for: mirrors go first, then

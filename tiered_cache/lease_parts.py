@@ -83,8 +83,10 @@ class LeasePart(ABC):
     def held(self, receipt: Receipt) -> None:
         """The lease holds what `receipt` does, and its table names it: of this component no more
         than that is held."""
-        top = receipt.parts[self.index] if receipt.parts[self.index] is not None else receipt.depth
-        self._ids[: self._first_held(receipt, top) // self._size] = NO_PAGE
+        top, part = receipt.depth, receipt.parts[self.index]
+        if part is not None:
+            top = self._component.held_from(top, part)
+        self._ids[: top // self._size] = NO_PAGE
 
     def in_tree(self, receipt: Receipt) -> PageIds:
         """What the tree has of what `receipt` holds, by page: a node of a window is held whole, and
@@ -97,9 +99,6 @@ class LeasePart(ABC):
                 if value is not None:
                     pages[last - len(value) : last] = value
         return pages
-
-    @abstractmethod
-    def _first_held(self, receipt: Receipt, top: int) -> int: ...
 
     # --- what only one of the two kinds does ------------------------------------------------------
 
@@ -161,23 +160,24 @@ class WindowPart(LeasePart):
         held = int(np.count_nonzero(is_held))
         return max(0, min(to_come, self._component.footprint(num_pages) - held))
 
-    def _first_held(self, receipt: Receipt, top: int) -> int:
+    def held(self, receipt: Receipt) -> None:
         self._committed = receipt.depth // self._size
-        return top
+        super().held(receipt)
 
     def fallback(self, depth: int) -> int:
-        size = self._size
-        window = self._ids[self._component.needed_from(depth) // size : -(-depth // size)]
-        return depth if (window != NO_PAGE).all() else -1
+        pages = self._component.pages_to_go_on(depth)
+        is_there = (self._ids[pages.start : pages.stop] != NO_PAGE).all()
+        if depth % self._size:  # and the page that it goes on in
+            is_there &= self._ids[depth // self._size] != NO_PAGE
+        return depth if is_there else -1
 
     def left_behind(self, own_from: int, depth: int, ends: Sequence[int]) -> PageIds:
         """Own ids that neither what follows `depth` needs, nor what follows one of `ends`."""
-        size = self._size
-        stop = self._component.needed_from(depth) // size
-        gone = self._ids[own_from:stop] != NO_PAGE
-        for end in ends:
-            first, last = self._component.needed_from(end) // size, end // size
-            gone[max(0, first - own_from) : max(0, last - own_from)] = False
+        component, depth = self._component, max(0, depth)
+        gone = self._ids[own_from : depth // self._size] != NO_PAGE
+        kept = component.pages_to_go_on(depth), *map(component.pages_to_go_on, ends)
+        for pages in kept:
+            gone[max(0, pages.start - own_from) : max(0, pages.stop - own_from)] = False
         at = own_from + np.flatnonzero(gone)
         ids = self._ids[at].copy()
         self._ids[at] = NO_PAGE
@@ -225,9 +225,6 @@ class StatePart(LeasePart):
 
     def own_beside_table(self) -> PageIds:
         return np.array([slot for slot in (self._slot, self._kept) if slot != NO_PAGE], np.int32)
-
-    def _first_held(self, receipt: Receipt, top: int) -> int:
-        return receipt.depth - self._size  # that of the page which the held state ends
 
     def taken_over(self, depth: int) -> PageIds:
         own = self.own_beside_table()

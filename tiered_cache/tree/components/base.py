@@ -217,6 +217,12 @@ class TreeComponent(ABC):
         """The first token whose state is needed to compute what follows `depth`."""
         return 0
 
+    def pages_to_go_on(self, depth: int) -> range:
+        """The pages, by number, whose state is needed to compute what follows `depth`. Of what has
+        tombstones a request keeps these, and the one that `depth` is inside of, and no others."""
+        whole = depth - depth % self.page_size
+        return self.pages_needed(whole) if whole else range(0)
+
     def pages_needed(self, depth: int) -> range:
         """The pages, by number, that a prefix of `depth` tokens needs of this component: it may end
         where they are all there. Of a state, the page that it ends. The rule of `deepest_boundary`,
@@ -296,6 +302,11 @@ class TreeComponent(ABC):
     def would_release(self, parts: Sequence[tuple[Node, Any]]) -> int:
         """Device pages that would become evictable if one lock for each of `parts` (the node where
         it ends, and what its acquisition returned) were released."""
+
+    def held_from(self, depth: int, part: Any) -> int:
+        """Where what a device lock holds begins, that ended at `depth` and whose acquisition
+        returned `part`: of what `collect` names above, somebody may take it at any time."""
+        return 0
 
     @abstractmethod
     def held(self, node: Node, tier: Tier, part: Any) -> Iterable[Node]:

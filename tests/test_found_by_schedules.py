@@ -10,6 +10,7 @@ import pytest
 
 from tests.hybrid_helpers import hybrid_tiers, objects
 from tests.lease_helpers import P, Rig, cancelled, chunk_of, rig, seq, start, turns
+from tests.schedule_stacks import StackShape, known
 from tests.schedules import prove_lease
 from tests.tier_helpers import demote, on_tier, soon, store, tiers, transfers
 from tiered_cache import Chunk, ClosedError, Lease, LoadFailed, StaleError
@@ -372,3 +373,31 @@ async def test_rows_that_storage_reads_are_quiet_when_the_device_gives_up_their_
         await r.cache.drain()
         assert r.stats.host["swa"].free == r.stats.host["swa"].capacity
         r.check()
+
+
+async def test_a_component_of_a_user_s_own_in_a_lease() -> None:
+    """It was taken for a window that reaches back to the first page: a request that had matched a
+    prefix went on from its beginning after a run that failed, kept all its pages, and wrote to page
+    -1 when the one that it went on in was gone; what an insert left of them was lost."""
+    shape = StackShape(("sinks",), (0,), 4, 4, (16,), (4,), has_host=True)
+    device = {"tokens": 16 * P, "ratio": shape.ratio(shape.device, 16)}
+    with known(shape):
+        async with rig(model=shape.model(), device=device) as r:
+            await r.serve(A[:17])
+            async with r.cache.lease(A, reserve=8, rollback=2) as lease:
+                assert (lease.prefix_len, lease.pages["sinks"][:4].tolist()[1:]) == (16, [-1] * 3)
+                with pytest.raises(ZeroDivisionError):
+                    await lease.run(lambda chunk: 1 // 0, await chunk_of(lease, 6))
+                assert lease.computed == 16
+                await lease.run(r.model, lease.allocate(9))
+                sinks = r.stats.pools["sinks"]
+                assert (sinks.protected, sinks.private) == (1, 2)  # of 23 tokens on, and no more
+                lease.truncate(23)
+                with pytest.raises(ValueError, match="not kept"):
+                    lease.truncate(18)
+                await lease.run(r.model, lease.append(7))
+                r.check()
+                lease.finish()
+                r.check()
+            sinks = r.stats.pools["sinks"]
+            assert (sinks.evictable, sinks.free) == (1, 15)

@@ -1,4 +1,5 @@
-"""Stacks with windows and states, for `schedules`: their shapes, and what is proved of them.
+"""Stacks with windows, states and a component of a user's own, for `schedules`: their shapes, and
+what is proved of them.
 
 What they add to the proofs:
 

@@ -95,6 +95,8 @@ class StorageShape:
     """Share of an operator's steps in which he spoils what is kept; `changing`: in which he
     detaches, attaches or clears."""
     changing: float
+    misreading: float = 0.0
+    """Share of the reads of windows and states that are lied about, if that is more."""
 
     @classmethod
     def drawn(cls, draws: random.Random, page_size: int) -> StorageShape:
@@ -217,12 +219,17 @@ class ThirdTier:
         if draws.random() < shape.raising:
             self.schedule.meet("storage calls that raise")
             faults.append(Fault(call.op, at=at, error=draws.choice(ERRORS)))
-        if call.keys and draws.random() < shape.lying:
+        if call.keys and draws.random() < self._share_of_lies(call):
             lie = {"contains": self._lie, "read": self._misread, "write": self._miswrite}
             if call.op in lie:
                 self.schedule.meet(f"{call.op} with a lie")
                 faults.append(lie[call.op](call, draws.choice(call.keys)))
         return faults
+
+    def _share_of_lies(self, call: Call) -> float:
+        if call.op == "read" and self._component_of(call.keys[0]) != BASE:
+            return max(self.shape.lying, self.shape.misreading)
+        return self.shape.lying
 
     def _lie(self, call: Call, key: ObjectKey) -> Fault:
         if self.schedule.draws.random() < 0.1:
@@ -273,11 +280,27 @@ class ThirdTier:
             self.gone.add(key)
             self.kept.num_bytes -= len(rows.pop(key))
         else:
-            self.doubted.add(key)
-            self.wrong.add(key)
-            row = self._change(key)(rows[key])
-            self.kept.num_bytes += len(row) - len(rows[key])
-            rows[key] = row
+            self._spoil_row(key)
+
+    def _spoil_row(self, key: ObjectKey) -> None:
+        rows = self.kept.rows
+        self.doubted.add(key)
+        self.wrong.add(key)
+        row = self._change(key)(rows[key])
+        self.kept.num_bytes += len(row) - len(rows[key])
+        rows[key] = row
+
+    def _spoil_boundary(self, salt: str, data: bytes, depth: int) -> None:
+        """Something of a window or a state that a prefix needs which ends there."""
+        size, roles = self.schedule.page_size, self.schedule.rule.roles
+        needed = [
+            key
+            for index, role in enumerate(roles)
+            for key in [self._objects(salt, data, index)[at] for at in role.needed(depth, size)]
+            if index != BASE and self._is_fine(key)
+        ]
+        if needed:
+            self._spoil_row(self.schedule.draws.choice(needed))
 
     # --- what is done with it ---------------------------------------------------------------------
 
@@ -443,9 +466,9 @@ class ThirdTier:
                 schedule.meet("tombstones that storage alone made good", is_alone)
 
         def going_for(prefetch: Any) -> int:
-            before, had = prefetch.parts.goal, prefetch.reached
+            before, call = prefetch.parts.goal, prefetch.call
+            had = began_with.setdefault(prefetch, prefetch.reached)
             goal: int = find_goal(prefetch)
-            call = prefetch.call
             is_short = call is not None and call.error is None and call.num_good < len(call.ids)
             is_back = is_short and had < goal < min(before, prefetch.parts.most)
             schedule.meet("prefetches that fell back to another boundary", is_back)
@@ -453,6 +476,7 @@ class ThirdTier:
 
         if isinstance(tier.prefetches, PrefetchesOfParts):
             find_goal = tier.prefetches._goal
+            began_with: dict[Any, int] = {}
             tier.prefetches._goal = going_for  # type: ignore[method-assign]
         tier.io.give_up = giving_up  # type: ignore[method-assign]
         tier.prefetches._arrived = arriving  # type: ignore[method-assign]
@@ -646,6 +670,9 @@ class ThirdTier:
             tokens = np.frombuffer(data, np.int64).tolist()
             hit = schedule.match(salt, tokens, None).best_length
             wanted = self._can_be_had(salt, data, hit)
+            if schedule.stack is not None and wanted > hit and schedule.draws.random() < 0.5:
+                self._spoil_boundary(salt, data, wanted)
+                wanted = self._can_be_had(salt, data, hit)
             if len(tokens) - hit < least or wanted - hit < least:
                 wanted = 0
             with cache.prefetch(tokens, cache_salt=salt) as handle:

@@ -166,11 +166,12 @@ class Shape:
     def with_storage(self, draws: random.Random) -> Shape:
         """The same with a third tier, below a second one."""
         assert self.stack is not None, "others are drawn with it"
+        storage = StorageShape.drawn(draws, self.page_size)
         return replace(
             self,
             write_policy=draws.choice((self.write_policy, *WRITE_POLICIES[:1] * 2)),
             restarts=draws.choice((0, 1, 1, 1, 2)),
-            storage=StorageShape.drawn(draws, self.page_size),
+            storage=replace(storage, misreading=draws.choice((0.0, 0.4))),
             stack=replace(self.stack, has_host=True),
         )
 
@@ -540,9 +541,19 @@ class Schedule:
         with contextlib.suppress(TimeoutError, ClosedError):
             async with asyncio.timeout(10):
                 await self.cache.drain()
+                if self.stack is not None and self.draws.random() < 0.4:
+                    await self._wipe_parts(self.stack)
+                    return
                 await self._demote()
                 num_tokens = self.shape.host_pages * self.page_size
                 await self.cache.evict_host(EvictParams(num_tokens))
+
+    async def _wipe_parts(self, stack: StackShape) -> None:
+        """Only the base is left, or it and some of what hangs on it."""
+        gone = self.draws.sample(stack.names, self.draws.randint(1, len(stack.names)))
+        for evict, ids in ((self.cache.evict, stack.device), (self.cache.evict_host, stack.host)):
+            num_pages = dict(zip(stack.names, ids, strict=True))
+            await evict(EvictParams(num_pages={name: num_pages[name] for name in gone}))
 
     def _arrive(self, tokens: list[int], salt: str) -> None:
         draws = self.draws
@@ -597,7 +608,7 @@ class Schedule:
             if self.third and num_skipped == self.controller.counters.backups_skipped:
                 for salt, data in used:
                     self.third.prove_backed_up(salt, data)
-        if self.third and self.draws.random() < 0.3:
+        if self.third and self.draws.random() < (0.3 if self.stack is None else 0.6):
             await self.cache.aclose(None)
             self._closed.append(self.cache)
             await self._open()

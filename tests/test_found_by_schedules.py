@@ -8,15 +8,16 @@ import threading
 
 import pytest
 
-from tests.hybrid_helpers import hybrid_tiers, objects
+from tests.hybrid_helpers import hybrid_tiers, kept, lose, objects
 from tests.lease_helpers import P, Rig, cancelled, chunk_of, rig, seq, start, turns
 from tests.schedule_stacks import StackShape, known
 from tests.schedules import prove_lease
+from tests.storage_helpers import keep, prefetched
 from tests.tier_helpers import demote, on_tier, soon, store, tiers, transfers
 from tiered_cache import Chunk, ClosedError, Lease, LoadFailed, StaleError
 from tiered_cache.layers import LayerProgress, stale_load
 from tiered_cache.storage.backend import WriteResult
-from tiered_cache.testing.faulty_backend import CallGate
+from tiered_cache.testing.faulty_backend import CallGate, flipped
 from tiered_cache.types import Boundary, EvictParams, Tier
 
 A, B, C = seq("A", 25), seq("B", 25), seq("C", 25)
@@ -401,3 +402,19 @@ async def test_a_component_of_a_user_s_own_in_a_lease() -> None:
                 r.check()
             sinks = r.stats.pools["sinks"]
             assert (sinks.evictable, sinks.free) == (1, 15)
+
+
+async def test_a_boundary_that_does_not_come_leaves_room_for_the_next() -> None:
+    """Seed 7000308: what had been read of a window for the deepest boundary, before a page of it
+    was found to be wrong, took all that the prefetch may have, and it brought nothing at all."""
+    host = {"tokens": 16 * P, "ratio": {"swa": 6.01 / 16}}
+    async with hybrid_tiers("swa", 16, 16, host=host) as (r, store):
+        await keep(r, A[:13], A)
+        assert kept(r, store, "swa", A) == "SSSSSS"
+        wrong = objects(r, store, "swa", A)[5]
+        store.fault("read", keys=[wrong], change=flipped(600))
+        lose(r, store, "swa", A, 2)  # so that only one and two pages are windows, and all six
+        assert await prefetched(r, A, policy="wait_complete") == 8
+        assert r.stats.host["swa"].evictable == 4
+        await r.cache.drain()
+        r.check()

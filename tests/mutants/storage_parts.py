@@ -52,6 +52,15 @@ MUTANTS: Final = [
         test=TESTS + "test_what_is_written_stays_where_it_is",
     ),
     Mutant(
+        id="a-boundary-that-does-not-come-keeps-its-room",
+        rule="§10.5",
+        harm="a short read falls back to nothing, where the quota is one window",
+        file=PREFETCH,
+        old="            self._count_again(prefetch)\n",
+        new="            pass\n",
+        test=FOUND + "test_a_boundary_that_does_not_come_leaves_room_for_the_next",
+    ),
+    Mutant(
         id="rows-that-storage-reads-are-given-to-others",
         rule="§9.3",
         harm="wrong bytes are kept: the device gives a base up, and what hangs on it goes home",

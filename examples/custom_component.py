@@ -50,15 +50,19 @@ class SinkComponent(SparseComponent):
     def update_component_on_insert_overlap(
         self, node: Node, start: int, params: InsertParams, result: InsertResult
     ) -> PageIds | None:
-        ids, value = params.pages[self.index][:1], node.data[self.index].value
-        if start or params.prev_prefix_len or ids[0] == NO_PAGE:
+        first = max(start, params.prev_prefix_len)
+        ids, value = params.pages[self.index], node.data[self.index].value
+        if not first and value is None and ids[0] != NO_PAGE:
+            self._gain(node, Tier.DEVICE, ids[:1])
+            first = self.page_size
+        left: PageIds = ids[first // self.page_size : node.end // self.page_size]
+        left = left[left != NO_PAGE]
+        if not first and value is not None:
+            left = left[left != value[0]]
+        if not len(left):
             return None
-        if value is None:
-            self._gain(node, Tier.DEVICE, ids)
-        elif ids[0] != value[0]:
-            result.first_changed = 0
-            return ids.copy()
-        return None
+        result.first_changed = min(result.first_changed, first)
+        return left
 
     def commit_insert_component_data(
         self, leaf: Node, start: int, params: InsertParams, result: InsertResult

@@ -1,4 +1,5 @@
-"""Stacks with windows and states, for `schedules`: their shapes, and what is proved of them.
+"""Stacks with windows, states and a component of a user's own, for `schedules`: their shapes, and
+what is proved of them.
 
 What they add to the proofs:
 
@@ -16,8 +17,10 @@ from __future__ import annotations
 
 import contextlib
 import random
+import runpy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
@@ -42,12 +45,26 @@ TOKEN_STATE_BYTES: Final = 40
 STACKS: Final = (("swa",), ("mamba",), ("swa", "mamba"), ("swa.a", "swa.b"))
 """Beside full attention."""
 
+EXAMPLE: Final = Path(__file__).parents[1] / "examples" / "custom_component.py"
+
+SinkComponent: Final[Any] = runpy.run_path(str(EXAMPLE))["SinkComponent"]
+"""A component of a user's own: the first page is all that a prefix needs of it."""
+
+SINKS: Final = "sinks"
+
+SINK_SHARE: Final = 1 / 4
+"""Of the stacks: so many have such a component, too."""
+
+KINDS: Final = {"swa": "a window", "mamba": "a state", SINKS: "a sink"}
+"""By the first part of a component's id."""
+
 
 @dataclass(frozen=True)
 class StackShape:
     """What does not change within a schedule of such a stack.
 
-    `windows`: tokens, or 0 for a state. `device`, `host`: ids of each component beside the first.
+    `windows`: tokens, or 0 for what has none. `device`, `host`: ids of each component beside the
+    first.
     """
 
     names: tuple[str, ...]
@@ -86,6 +103,21 @@ class StackShape:
             has_host=draws.random() < 0.75,
         )
 
+    def with_sinks(self, draws: random.Random, device_pages: int) -> StackShape:
+        """The same with a component of a user's own; or that alone."""
+        shape = (
+            self
+            if draws.random() < 0.7
+            else replace(self, names=(), windows=(), device=(), host=())
+        )
+        return replace(
+            shape,
+            names=(*shape.names, SINKS),
+            windows=(*shape.windows, 0),
+            device=(*shape.device, device_pages),  # a request takes a page for each of its own
+            host=(*shape.host, draws.choice((1, 2, 4, 8))),
+        )
+
     def ratio(self, ids: tuple[int, ...], num_pages: int) -> dict[str, float]:
         """Sections count by ratio, rounded down."""
         return {
@@ -95,7 +127,12 @@ class StackShape:
 
     def model(self) -> dict[str, Any]:
         layers = {"num_layers": 1 + len(self.names), "num_kv_heads": 1, "head_dim": 2}
-        return {"dtype": "float32", **layers, "strategy": Strategy.name}
+        name = {"id": "test/stack", "revision": "1"}
+        return {**name, "dtype": "float32", **layers, "strategy": Strategy.name}
+
+
+def kind_of(name: str) -> str:
+    return name.split(".")[0]
 
 
 def _footprint(window: int, chunk_tokens: int, page_size: int, num_pages: int) -> int:
@@ -119,8 +156,7 @@ class Strategy:
     def plan(self, model: Any, page_size: int) -> StackPlan:
         parts = [ComponentSpec(ComponentId("full"), "full")]
         for name, window in zip(self._shape.names, self._shape.windows, strict=True):
-            kind = "swa" if window else "mamba"
-            parts.append(ComponentSpec(ComponentId(name), kind, window or None))
+            parts.append(ComponentSpec(ComponentId(name), kind_of(name), window or None))
         pools = []
         for layer, part in enumerate(parts):
             rows = 1 if part.kind == "mamba" else page_size
@@ -136,11 +172,17 @@ def known(shape: StackShape | None) -> Iterator[None]:
         yield
         return
     grid = shape.grid
-    kinds = {**build.COMPONENT_KINDS, "mamba": lambda spec: MambaComponent(spec.id, grid)}
+    kinds = {
+        **build.COMPONENT_KINDS,
+        "mamba": lambda spec: MambaComponent(spec.id, grid),
+        SINKS: lambda spec: SinkComponent(spec.id),
+    }
+    ratios = {**build.DEFAULT_RATIOS, SINKS: lambda _: 1}
     unregister = register_stack_strategy(Strategy(shape))
     try:
         with (
             mock.patch.object(build, "COMPONENT_KINDS", kinds),
+            mock.patch.object(build, "DEFAULT_RATIOS", ratios),
             mock.patch.object(swa, "CHUNK_TOKENS", shape.chunk_tokens),
         ):
             yield
@@ -153,7 +195,11 @@ class Rule:
 
     def __init__(self, cache: UnifiedRadixCache) -> None:
         self._tree = cache.tree
-        self._roles: list[Role] = [role_of(component) for component in cache.tree.components]
+        sinks = Role(lambda depth, size: range(1))
+        self.roles: list[Role] = [
+            sinks if isinstance(component, SinkComponent) else role_of(component)
+            for component in cache.tree.components
+        ]
 
     def prove(self, key: RadixKey, limit: int | None, found: MatchResult) -> bool:
         """A match ends where it may; whether that is below a tombstone on the device."""
@@ -162,8 +208,8 @@ class Rule:
         on_device = pages_there(self._tree, cut, device_only=True)
         on_both = pages_there(self._tree, cut, device_only=False)
         size = self._tree.page_size
-        device = max(legal_depths(self._roles, on_device, size))
-        best = max(legal_depths(self._roles, on_both, size))
+        device = max(legal_depths(self.roles, on_device, size))
+        best = max(legal_depths(self.roles, on_both, size))
         assert (found.device_length, found.best_length) == (device, best), (found, device, best)
         return any(
             not all(have[: device // size])
@@ -235,11 +281,14 @@ def has_left_behind(lease: Lease) -> bool:
 def is_complete(lease: Any) -> bool:
     """Whether there is a window behind what a lease has just published: one that is committed late
     has gone home already."""
-    depth, size = lease.committed, lease._page_size
+    needed = {
+        component.index: component.pages_to_go_on(lease.committed)
+        for component in lease._controller.tree.components
+        if component.is_per_page
+    }
     return all(
-        bool((ids[component.needed_from(depth) // size : depth // size] != NO_PAGE).all())
-        for ids, component in zip(lease.table.ids, lease._controller.tree.components, strict=True)
-        if component.index != BASE
+        bool((lease.table.ids[index][pages.start : pages.stop] != NO_PAGE).all())
+        for index, pages in needed.items()
     )
 
 

@@ -4,7 +4,8 @@ the seed has it, and what must hold of both.
 What is proved on the way, besides what `schedules` proves of the rest:
 
 * in the step in which an object is written: it is a page that somebody has published, its bytes are
-  those of the oracle, it passes `RecordFormat.check`, and the page above it is kept;
+  those of the oracle, it passes `RecordFormat.check`, and what it hangs on is kept: of the base the
+  page above it, of a window or a state the base of its own page;
 * the cache deletes nothing but what it was shown to be wrong;
 * what the tree believes to be stored, and what it has given up without counting it as dropped, is;
 * lent buffers stay quiet (`FaultyBackend.violations`);
@@ -12,13 +13,14 @@ What is proved on the way, besides what `schedules` proves of the rest:
   closed, what was used is kept, and a fresh cache finds all that is kept, with its bytes, and
   nothing in another namespace.
 
-What the schedule itself has spoilt is excused, by page: `gone` may be missing under pages that are
-kept, `wrong` may be kept with other bytes, `doubted` may be deleted.
+What the schedule itself has spoilt is excused, by object: `gone` may be missing under what is kept,
+`wrong` may be kept with other bytes, `doubted` may be deleted.
 """
 
 from __future__ import annotations
 
 import asyncio
+import operator
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,11 +29,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from tests.schedule_stacks import KINDS, kind_of
 from tiered_cache import ClosedError, RadixKey
 from tiered_cache.errors import BackendError, ConfigError
+from tiered_cache.prefetch_parts import PrefetchesOfParts
 from tiered_cache.storage.backend import SCOPE_BYTES, ObjectKey, ReadResult, WriteResult
 from tiered_cache.storage.health import HealthState
-from tiered_cache.storage.record import RecordFormat
+from tiered_cache.testing.component_scene import legal_depths, pages_there
 from tiered_cache.testing.faulty_backend import Call, Fault, FaultyBackend, flipped, short, torn
 from tiered_cache.testing.oracle import _digests, _row, path_tokens
 from tiered_cache.tree.node import BASE
@@ -40,6 +44,7 @@ from tiered_cache_memory import Kept, MemoryBackend
 if TYPE_CHECKING:
     from tests.schedules import Schedule
     from tiered_cache.storage.backend import StorageBackend
+    from tiered_cache.storage.record import RecordFormat
     from tiered_cache.storage_io import StorageCall
     from tiered_cache.storage_tier import StorageTier
 
@@ -90,6 +95,8 @@ class StorageShape:
     """Share of an operator's steps in which he spoils what is kept; `changing`: in which he
     detaches, attaches or clears."""
     changing: float
+    misreading: float = 0.0
+    """Share of the reads of windows and states that are lied about, if that is more."""
 
     @classmethod
     def drawn(cls, draws: random.Random, page_size: int) -> StorageShape:
@@ -147,14 +154,15 @@ class Content(MemoryBackend):
 
     async def delete(self, keys: Sequence[ObjectKey]) -> None:
         for key in keys:
-            if page_of(key) not in self._third.doubted:
+            if key not in self._third.doubted:
                 self._third.schedule.faults.append("a page was deleted that nobody doubted")
-        self._third.gone.update(map(page_of, keys))
+        self._third.gone.update(keys)
         await super().delete(keys)
 
     async def clear(self, scope: bytes) -> int:
-        self._third.gone.update(map(page_of, self.rows))
-        self._third.doubted.update(map(page_of, self.rows))
+        cleared = [key for key in self.rows if key.startswith(scope)]
+        self._third.gone.update(cleared)
+        self._third.doubted.update(cleared)
         return await super().clear(scope)
 
 
@@ -178,15 +186,16 @@ class ThirdTier:
         self.schedule = schedule
         self.shape = shape
         self.kept = Kept()
-        self.gone: set[bytes] = set()
-        self.wrong: set[bytes] = set()
-        self.doubted: set[bytes] = set()
+        self.gone: set[ObjectKey] = set()
+        self.wrong: set[ObjectKey] = set()
+        self.doubted: set[ObjectKey] = set()
         self._pages: dict[bytes, tuple[str, bytes, bytes | None]] = {}
         """By key: salt, tokens up to the page's end, key of the page above."""
         self._backends: list[DrawnBackend] = []
         self._tiers: list[StorageTier] = []
         self._num_changing = 0
-        self._record: RecordFormat
+        self._formats: Sequence[RecordFormat]
+        """By component."""
 
     def load_backend(self, name: str) -> type[StorageBackend]:
         """In place of the registry's."""
@@ -210,48 +219,53 @@ class ThirdTier:
         if draws.random() < shape.raising:
             self.schedule.meet("storage calls that raise")
             faults.append(Fault(call.op, at=at, error=draws.choice(ERRORS)))
-        if call.keys and draws.random() < shape.lying:
+        if call.keys and draws.random() < self._share_of_lies(call):
             lie = {"contains": self._lie, "read": self._misread, "write": self._miswrite}
             if call.op in lie:
                 self.schedule.meet(f"{call.op} with a lie")
                 faults.append(lie[call.op](call, draws.choice(call.keys)))
         return faults
 
+    def _share_of_lies(self, call: Call) -> float:
+        if call.op == "read" and self._component_of(call.keys[0]) != BASE:
+            return max(self.shape.lying, self.shape.misreading)
+        return self.shape.lying
+
     def _lie(self, call: Call, key: ObjectKey) -> Fault:
         if self.schedule.draws.random() < 0.1:
             return Fault("contains", answer=lambda answer: answer[:-1])
         is_there = key in self.kept.rows
         if not is_there:
-            self.gone.add(page_of(key))
+            self.gone.add(key)
         return Fault("contains", keys=[key], result=not is_there)
 
     def _misread(self, call: Call, key: ObjectKey) -> Fault:
         draws = self.schedule.draws
         if draws.random() < 0.1:
             return Fault("read", answer=lambda answer: answer[:-1])
-        self.doubted.add(page_of(key))
+        self.doubted.add(key)
         if draws.random() < 0.5:
-            return Fault("read", keys=[key], change=self._change())
+            return Fault("read", keys=[key], change=self._change(key))
         results = (ReadResult.MISSING, ReadResult.FAILED, ReadResult.CORRUPT)
         return Fault("read", keys=[key], result=draws.choice(results))
 
     def _miswrite(self, call: Call, key: ObjectKey) -> Fault:
-        draws, page = self.schedule.draws, page_of(key)
+        draws = self.schedule.draws
         choice = draws.random()
         if choice < 0.6:
             results = (WriteResult.REFUSED, WriteResult.FAILED)
             return Fault("write", keys=[key], result=draws.choice(results))
         if key not in self.kept.rows:
-            self.gone.add(page)
+            self.gone.add(key)
         if choice < 0.8:
             return Fault("write", keys=[key], result=WriteResult.WRITTEN)
-        self.doubted.add(page)
-        self.wrong.add(page)
-        return Fault("write", keys=[key], change=self._change())
+        self.doubted.add(key)
+        self.wrong.add(key)
+        return Fault("write", keys=[key], change=self._change(key))
 
-    def _change(self) -> Callable[[bytes], bytes]:
-        draws = self.schedule.draws
-        at = draws.choice((draws.randrange(self._record.payload_end), 8, 512, 600))
+    def _change(self, key: ObjectKey) -> Callable[[bytes], bytes]:
+        draws, record = self.schedule.draws, self._formats[self._component_of(key)]
+        at = draws.choice((draws.randrange(record.payload_end), 8, 512, 600))
         change = draws.choice((flipped, flipped, torn, short))
         return lambda row: change(min(at, len(row) - 1))(row) if row else row
 
@@ -261,17 +275,32 @@ class ThirdTier:
         if not rows:
             return
         key = draws.choice(list(rows))
-        page = page_of(key)
         self.schedule.meet("objects spoilt behind the cache's back")
         if draws.random() < 0.5:
-            self.gone.add(page)
+            self.gone.add(key)
             self.kept.num_bytes -= len(rows.pop(key))
         else:
-            self.doubted.add(page)
-            self.wrong.add(page)
-            row = self._change()(rows[key])
-            self.kept.num_bytes += len(row) - len(rows[key])
-            rows[key] = row
+            self._spoil_row(key)
+
+    def _spoil_row(self, key: ObjectKey) -> None:
+        rows = self.kept.rows
+        self.doubted.add(key)
+        self.wrong.add(key)
+        row = self._change(key)(rows[key])
+        self.kept.num_bytes += len(row) - len(rows[key])
+        rows[key] = row
+
+    def _spoil_boundary(self, salt: str, data: bytes, depth: int) -> None:
+        """Something of a window or a state that a prefix needs which ends there."""
+        size, roles = self.schedule.page_size, self.schedule.rule.roles
+        needed = [
+            key
+            for index, role in enumerate(roles)
+            for key in [self._objects(salt, data, index)[at] for at in role.needed(depth, size)]
+            if index != BASE and self._is_fine(key)
+        ]
+        if needed:
+            self._spoil_row(self.schedule.draws.choice(needed))
 
     # --- what is done with it ---------------------------------------------------------------------
 
@@ -285,7 +314,7 @@ class ThirdTier:
             num_kept = 0
             if not schedule.cache.closed:
                 num_kept = -(schedule.match(salt, tokens, None).best_length // size)
-            num_kept += sum(map(self._is_kept, page_keys(salt, data, size)))
+            num_kept += sum(map(self._is_kept, self._objects(salt, data)))
             if num_kept > most:
                 best, most = (salt, tokens), num_kept
         return best
@@ -414,8 +443,9 @@ class ThirdTier:
         if tier is None or tier in self._tiers:
             return
         self._tiers.append(tier)
-        self._record = tier.io.formats[BASE]
+        self._formats = tier.io.formats
         give_up, arrived = tier.io.give_up, tier.prefetches._arrived
+        components = schedule.cache.tree.components
 
         def giving_up(call: StorageCall) -> None:
             is_under_way = call.is_read and not (call.is_quiet or call.is_given_up)
@@ -429,7 +459,25 @@ class ThirdTier:
             schedule.meet("reads that brought something", is_more)
             is_short = 0 < call.num_good < len(call.ids)
             schedule.meet("reads that brought a part", is_more and is_short)
+            if call.component != BASE and is_more:
+                kind = KINDS[kind_of(components[call.component].id)]
+                schedule.meet(f"reads that brought {kind}")
+                is_alone = not prefetch.brought[BASE]
+                schedule.meet("tombstones that storage alone made good", is_alone)
 
+        def going_for(prefetch: Any) -> int:
+            before, call = prefetch.parts.goal, prefetch.call
+            had = began_with.setdefault(prefetch, prefetch.reached)
+            goal: int = find_goal(prefetch)
+            is_short = call is not None and call.error is None and call.num_good < len(call.ids)
+            is_back = is_short and had < goal < min(before, prefetch.parts.most)
+            schedule.meet("prefetches that fell back to another boundary", is_back)
+            return goal
+
+        if isinstance(tier.prefetches, PrefetchesOfParts):
+            find_goal = tier.prefetches._goal
+            began_with: dict[Any, int] = {}
+            tier.prefetches._goal = going_for  # type: ignore[method-assign]
         tier.io.give_up = giving_up  # type: ignore[method-assign]
         tier.prefetches._arrived = arriving  # type: ignore[method-assign]
 
@@ -446,45 +494,60 @@ class ThirdTier:
         """Whether what is split is being written."""
         rows = child.data[BASE].host_value
         for call in self.schedule.controller.storage_calls():
-            is_hit = not call.is_read and rows is not None and bool(np.isin(rows, call.ids).any())
+            is_write = not call.is_read and call.component == BASE
+            is_hit = is_write and rows is not None and bool(np.isin(rows, call.ids).any())
             self.schedule.meet("splits while a backup is under way", is_hit)
 
     def look_at_written(self, content: Content, key: ObjectKey) -> None:
         """In the step in which an object is written."""
-        page, row = page_of(key), memoryview(content.rows[key])
-        if key[:SCOPE_BYTES] != self._record.scope or page not in self._pages:
+        page, row = key[SCOPE_BYTES:], memoryview(content.rows[key])
+        scopes = [record.scope for record in self._formats]
+        if key[:SCOPE_BYTES] not in scopes or page not in self._pages:
             self._fail("an object is kept that nobody has published")
             return
         salt, tokens, above = self._pages[page]
-        verdict = self._record.check(row, page)
+        index = self._component_of(key)
+        verdict = self._formats[index].check(row, page)
         if verdict is None:
-            verdict = self._verdict_on_bytes(row, salt, tokens)
-        if verdict is not None and page not in self.wrong:
+            verdict = self._verdict_on_bytes(index, row, salt, tokens)
+        if verdict is not None and key not in self.wrong:
             self._fail(f"a kept row {verdict}")
-        if above is not None and not self._may_lack(content, above):
-            self._fail("a page is kept, and the one above it is not")
+        hangs_on = above if index == BASE else page
+        if hangs_on is not None and not self._may_lack(content, hangs_on):
+            self._fail("a page is kept, and what it hangs on is not")
         if verdict is None:
-            self.wrong.discard(page)
-            self.gone.discard(page)
+            self.wrong.discard(key)
+            self.gone.discard(key)
+
+    def _component_of(self, key: bytes) -> int:
+        """Whose object it is."""
+        scopes = [record.scope for record in self._formats]
+        return scopes.index(key[:SCOPE_BYTES])
 
     def _may_lack(self, content: Content, page: bytes) -> bool:
-        """Whether a page is kept, or the schedule has seen to it that it is not."""
-        if ObjectKey(self._record.scope + page) in content.rows or page in self.gone:
+        """Whether the base of a page is kept, or the schedule has seen to it that it is not."""
+        key = self._formats[BASE].object_key(page)
+        if key in content.rows or key in self.gone:
             return True
         return any(
-            fault.result is not None and fault.names(self._record.scope + page)
+            fault.result is not None and fault.names(key)
             for call in content.faulty.under_way
             if call.op == "write"
             for fault in call.faults
         )
 
-    def _verdict_on_bytes(self, row: memoryview, salt: str, tokens: bytes) -> str | None:
-        size = self.schedule.page_size
+    def _verdict_on_bytes(
+        self, index: int, row: memoryview, salt: str, tokens: bytes
+    ) -> str | None:
+        cache, size = self.schedule.cache, self.schedule.page_size
+        component = cache.tree.components[index]
         key = RadixKey(np.frombuffer(tokens, np.int64).tolist(), cache_salt=salt)
-        digests = _digests(key.namespace, tokens)[-size:]
-        for piece in self.schedule.cache.arenas[BASE].layout.slices:
-            label = f"full/{piece.pool}/{piece.layer}".encode()
-            wanted = b"".join(_row(each, label, piece.num_bytes // size) for each in digests)
+        # Of a page the rows of all its tokens; a state is that of the last one.
+        digests = _digests(key.namespace, tokens)[-size if component.is_per_page else -1 :]
+        for piece in cache.arenas[index].layout.slices:
+            label = f"{component.id}/{piece.pool}/{piece.layer}".encode()
+            each_bytes = piece.num_bytes // len(digests)
+            wanted = b"".join(_row(each, label, each_bytes) for each in digests)
             if row[piece.offset : piece.offset + piece.num_bytes] != wanted:
                 return "has the bytes of another page"
         return None
@@ -492,8 +555,17 @@ class ThirdTier:
     def _fail(self, words: str) -> None:
         self.schedule.faults.append(words)
 
-    def _is_kept(self, page: bytes) -> bool:
-        return ObjectKey(self._record.scope + page) in self.kept.rows
+    def _objects(self, salt: str, data: bytes, index: int = BASE) -> list[ObjectKey]:
+        """Those of a component, of all whole pages of tokens; of a state, at each page's end."""
+        pages = page_keys(salt, data, self.schedule.page_size)
+        return [self._formats[index].object_key(page) for page in pages]
+
+    def _is_kept(self, key: ObjectKey) -> bool:
+        return key in self.kept.rows
+
+    def _is_fine(self, key: ObjectKey) -> bool:
+        """Whether it is kept as it was written."""
+        return key in self.kept.rows and key not in self.wrong
 
     def prove(self) -> None:
         """What holds between any two callbacks."""
@@ -501,15 +573,35 @@ class ThirdTier:
             assert backend.violations == [], backend.violations
         tier, size = self.schedule.controller.storage, self.schedule.page_size
         if tier is not None:
-            quota = max(1, self.schedule.shape.host_pages // 2)
-            assert tier.prefetches.num_pages <= quota, "more than prefetches may have"
+            for index, quota in enumerate(self._quotas()):
+                num_pages = tier.prefetches._num_pages_of(index)
+                assert num_pages <= quota, "more than prefetches may have"
         if self._num_changing:
             return
-        for node in self.schedule.cache.tree.nodes():
-            if node.data[BASE].stored:
-                keys = page_keys(node.namespace.cache_salt, path_tokens(node), size)
-                for page in keys[node.start // size :]:
-                    assert self._is_kept(page) or page in self.gone, f"{node!r} is not stored"
+        tree = self.schedule.cache.tree
+        for node in tree.nodes():
+            for component, part in zip(tree.components, node.data, strict=True):
+                if not part.stored:
+                    continue
+                salt, data = node.namespace.cache_salt, path_tokens(node)
+                first = component.part_start(node) // size
+                for key in self._objects(salt, data, component.index)[first:]:
+                    assert self._is_kept(key) or key in self.gone, (
+                        f"{component.id} of {node!r} is not stored"
+                    )
+
+    def _quotas(self) -> list[int]:
+        """By component, what prefetches may have of the host: half, and one boundary's need."""
+        size, quotas = self.schedule.page_size, list[int]()
+        assert self.schedule.controller.host_pages is not None
+        allocators = self.schedule.controller.host_pages.allocators
+        for role, allocator in zip(self.schedule.rule.roles, allocators, strict=True):
+            least = 1
+            if len(quotas):  # a shorter prefix needs less of the base
+                depths = range(size, (allocator.capacity + 1) * size, size)
+                least = max(len([*role.needed(depth, size)]) for depth in depths)
+            quotas.append(max(1, allocator.capacity // 2, least))
+        return quotas
 
     def prove_kept(self, salt: str, data: bytes, start: int) -> None:
         """Of what was published, and nothing of which was dropped, storage has what the other tiers
@@ -522,7 +614,7 @@ class ThirdTier:
             for node in path
             if node.data[BASE].value is not None or node.data[BASE].host_value is not None
         ]
-        for at, page in enumerate(page_keys(salt, data, size)):
+        for at, page in enumerate(self._objects(salt, data)):
             is_there = any(node.start <= at * size < node.end for node in live)
             if at * size >= start and not is_there:
                 assert self._is_kept(page) or page in self.gone, (
@@ -561,34 +653,30 @@ class ThirdTier:
         key = RadixKey(np.frombuffer(data, np.int64).tolist(), cache_salt=salt)
         path, _ = self.schedule.cache.tree._known(key, len(key))
         for node in path:
-            base = node.data[BASE]
-            if not base.stored:
-                assert base.host_value is None, (
+            for part in node.data if node.data[BASE].stored else node.data[:1]:
+                assert part.stored or part.host_value is None, (
                     f"{node!r} was used and is not stored:\n{self.schedule.cache.pretty_print()}"
                 )
+            if not node.data[BASE].stored:
                 break
 
     async def read_all(self) -> None:
         """A fresh cache finds what is kept, and it is what it should be."""
         schedule, size = self.schedule, self.schedule.page_size
-        cache, shape = schedule.cache, schedule.shape
+        cache = schedule.cache
         least = max(self.shape.threshold, size)
         samples = schedule.draws.sample(sorted(schedule.known), min(3, len(schedule.known)))
         for salt, data in samples:
             tokens = np.frombuffer(data, np.int64).tolist()
-            num_kept = 0
-            for page in page_keys(salt, data, size):
-                if not self._is_kept(page) or page in self.wrong:
-                    break
-                num_kept += 1
             hit = schedule.match(salt, tokens, None).best_length
+            wanted = self._can_be_had(salt, data, hit)
+            if schedule.stack is not None and wanted > hit and schedule.draws.random() < 0.5:
+                self._spoil_boundary(salt, data, wanted)
+                wanted = self._can_be_had(salt, data, hit)
+            if len(tokens) - hit < least or wanted - hit < least:
+                wanted = 0
             with cache.prefetch(tokens, cache_salt=salt) as handle:
                 got = await handle.wait("wait_complete")
-                # Its own prefix is held meanwhile, and so takes room where there is little.
-                room = min(max(1, shape.host_pages // 2), shape.host_pages - hit // size)
-                wanted = min(num_kept * size, hit + room * size)
-                if len(tokens) - hit < least or num_kept * size - hit < least:
-                    wanted = 0
                 assert got >= wanted, (got, wanted, hit, handle.why)
                 schedule.meet("read by another cache", got > hit)
             await cache.drain()
@@ -601,21 +689,46 @@ class ThirdTier:
                     lease.commit(chunk)
             await cache.drain()
 
+    def _can_be_had(self, salt: str, data: bytes, hit: int) -> int:
+        """How much of a prefix a prefetch must come to, by pages, if nobody else does anything and
+        the first `hit` tokens are there already: what storage has, as far as there is room."""
+        schedule, size = self.schedule, self.schedule.page_size
+        assert schedule.controller.host_pages is not None
+        allocators = schedule.controller.host_pages.allocators
+        roles = schedule.rule.roles
+        key = RadixKey(np.frombuffer(data, np.int64).tolist(), cache_salt=salt)
+        there = pages_there(schedule.cache.tree, key, device_only=False)
+        fine = [[*map(self._is_fine, self._objects(salt, data, at))] for at in range(len(roles))]
+        both = [list(map(any, zip(*pair, strict=True))) for pair in zip(there, fine, strict=True)]
+        # Its own prefix is held meanwhile, and so takes room where there is little.
+        rooms = [
+            min(quota, allocator.capacity - sum(have))
+            for quota, allocator, have in zip(self._quotas(), allocators, there, strict=True)
+        ]
+        lacking = {
+            depth: [
+                len([page for page in role.needed(depth, size) if not have[page]])
+                for role, have in zip(roles, there, strict=True)
+            ]
+            for depth in legal_depths(roles, both, size)
+            if depth > hit
+        }
+        depth = max((at for at in lacking if lacking[at][BASE] <= rooms[BASE]), default=hit)
+        if depth > hit and any(map(operator.gt, lacking[depth], rooms)):
+            return hit  # what has no room of a window or of states is as good as not there
+        return depth
+
     def prove_end(self) -> None:
         """After everything."""
         for backend in self._backends:
             assert backend.violations == [], backend.violations
             assert backend.under_way == []
         for key, row in self.kept.rows.items():
-            page = page_of(key)
-            assert page in self.wrong or self._record.check(memoryview(row), page) is None
+            record, page = self._formats[self._component_of(key)], key[SCOPE_BYTES:]
+            assert key in self.wrong or record.check(memoryview(row), page) is None
         for tier in self._tiers:
             for name in tier.counters.__slots__:
                 self.schedule.meet(f"storage: {name}", getattr(tier.counters, name))
-
-
-def page_of(key: bytes) -> bytes:
-    return key[SCOPE_BYTES:]
 
 
 @lru_cache(maxsize=4096)

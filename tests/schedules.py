@@ -80,6 +80,9 @@ MAX_SECONDS: Final = 4_000
 STACK_SHARE: Final = 1 / 3
 """Of the schedules without storage: so many have windows or states."""
 
+THIRD_TIER_SHARE: Final = 1 / 2
+"""Of those: so many have storage after all."""
+
 MAX_STEPS: Final = 60
 """More steps of one request are taken for one that never ends."""
 
@@ -154,6 +157,23 @@ class Shape:
         host_pages = max(4, self.host_pages + device_pages - self.device_pages)
         stack = StackShape.drawn(draws, self.page_size, device_pages, host_pages)
         return replace(self, device_pages=device_pages, host_pages=host_pages, stack=stack)
+
+    def with_sinks(self, draws: random.Random) -> Shape:
+        """The same with a component of a user's own."""
+        assert self.stack is not None, "beside others, or instead of them"
+        return replace(self, stack=self.stack.with_sinks(draws, self.device_pages))
+
+    def with_storage(self, draws: random.Random) -> Shape:
+        """The same with a third tier, below a second one."""
+        assert self.stack is not None, "others are drawn with it"
+        storage = StorageShape.drawn(draws, self.page_size)
+        return replace(
+            self,
+            write_policy=draws.choice((self.write_policy, *WRITE_POLICIES[:1] * 2)),
+            restarts=draws.choice((0, 1, 1, 1, 2)),
+            storage=replace(storage, misreading=draws.choice((0.0, 0.4))),
+            stack=replace(self.stack, has_host=True),
+        )
 
     @property
     def job_bytes(self) -> int:
@@ -354,6 +374,12 @@ class Schedule:
         stack_draws = random.Random(f"stack {loop.seed}")
         if self.shape.storage is None and stack_draws.random() < STACK_SHARE:
             self.shape = self.shape.with_stack(stack_draws)
+            sink_draws = random.Random(f"sinks {loop.seed}")
+            if sink_draws.random() < schedule_stacks.SINK_SHARE:
+                self.shape = self.shape.with_sinks(sink_draws)
+            storage_draws = random.Random(f"stack on storage {loop.seed}")
+            if storage_draws.random() < THIRD_TIER_SHARE:
+                self.shape = self.shape.with_storage(storage_draws)
         self.stack = self.shape.stack
         self.page_size = self.shape.page_size
         self.met: Counter[str] = Counter()
@@ -430,7 +456,7 @@ class Schedule:
         self.oracle = ByteOracle(self.cache)
         self.model = OracleModel(self.oracle)
         self._models.append(self.model)
-        self._rule = Rule(self.cache)
+        self.rule = Rule(self.cache)
         self.unwritten = set()
         self.forget()
         self._guard()
@@ -515,9 +541,19 @@ class Schedule:
         with contextlib.suppress(TimeoutError, ClosedError):
             async with asyncio.timeout(10):
                 await self.cache.drain()
+                if self.stack is not None and self.draws.random() < 0.4:
+                    await self._wipe_parts(self.stack)
+                    return
                 await self._demote()
                 num_tokens = self.shape.host_pages * self.page_size
                 await self.cache.evict_host(EvictParams(num_tokens))
+
+    async def _wipe_parts(self, stack: StackShape) -> None:
+        """Only the base is left, or it and some of what hangs on it."""
+        gone = self.draws.sample(stack.names, self.draws.randint(1, len(stack.names)))
+        for evict, ids in ((self.cache.evict, stack.device), (self.cache.evict_host, stack.host)):
+            num_pages = dict(zip(stack.names, ids, strict=True))
+            await evict(EvictParams(num_pages={name: num_pages[name] for name in gone}))
 
     def _arrive(self, tokens: list[int], salt: str) -> None:
         draws = self.draws
@@ -572,7 +608,7 @@ class Schedule:
             if self.third and num_skipped == self.controller.counters.backups_skipped:
                 for salt, data in used:
                     self.third.prove_backed_up(salt, data)
-        if self.third and self.draws.random() < 0.3:
+        if self.third and self.draws.random() < (0.3 if self.stack is None else 0.6):
             await self.cache.aclose(None)
             self._closed.append(self.cache)
             await self._open()
@@ -595,8 +631,8 @@ class Schedule:
     async def _read_back(self) -> list[tuple[str, bytes]]:
         """What is known to be there is reused, and reads right; what that was."""
         draws = self.draws
-        used = draws.sample(sorted(self._published), min(2, len(self._published)))
-        for salt, data in used:
+        used = []
+        for salt, data in draws.sample(sorted(self._published), min(2, len(self._published))):
             tokens = np.frombuffer(data, np.int64).tolist()
             match = self.match(salt, tokens, len(tokens) - 1)
             before = self._num_lost()
@@ -607,15 +643,17 @@ class Schedule:
                     if match.best_length - match.device_length < self.shape.threshold:
                         wanted = match.device_length
                     is_as_wanted = lease.prefix_len == wanted
-                    if self.stack is not None and "no room" in lease.why:
-                        self.meet("loads that had no room")
-                        is_as_wanted = match.device_length <= lease.prefix_len <= wanted
                     if self.third:  # which may have more
                         is_as_wanted = lease.prefix_len >= wanted
+                    if self.stack is not None and "no room" in lease.why:
+                        self.meet("loads that had no room")
+                        most = len(tokens) if self.third else wanted
+                        is_as_wanted = match.device_length <= lease.prefix_len <= most
                     assert is_as_wanted, (lease, match, lease.why)
                 while chunk := await lease.next_chunk(100):
                     await lease.run(self.model, chunk)
                     lease.commit(chunk)
+                used.append((salt, data[: lease.committed * 8]))
         return used
 
     @property
@@ -1028,8 +1066,8 @@ class Schedule:
             self.meet("loads whose path did not come", is_lost and not transfer.by_layer)
             self.meet("layer-wise loads", transfer.by_layer)
             if transfer.component != BASE and transfer.kind == "load":
-                is_window = tree.components[transfer.component].is_per_page
-                self.meet("loads of a window" if is_window else "loads of a state", arrived_any)
+                kind = schedule_stacks.kind_of(tree.components[transfer.component].id)
+                self.meet(f"loads of {schedule_stacks.KINDS[kind]}", arrived_any)
 
         def on_stale(transfer: Any) -> None:
             self.meet(f"{transfer.kind}s that a reset came before")
@@ -1141,7 +1179,7 @@ class Schedule:
             for limit in (None, draws.randint(1, len(tokens))):
                 key = RadixKey(tokens, cache_salt=salt)
                 found = self.match(salt, tokens, limit)
-                is_below = self._rule.prove(key, limit, found)
+                is_below = self.rule.prove(key, limit, found)
                 self.meet("tombstones matched below", is_below)
         if self._ends and self._num_given_up == self._evicted_before:
             self.meet("found what was published to")

@@ -141,11 +141,11 @@ def test_a_reset_quarantines_what_is_held() -> None:
     b.device.promise(3)
     first, second = [taken[0][:3]], [taken[0][1:]]
     b.device.reset([first, second])
-    assert (b.free, b.device.promised, len(b.device.stale(0))) == (4, [0], 4)
+    assert (b.free, b.device.promised, len(b.device.quarantined(0))) == (4, [0], 4)
     b.device.give_back_stale(first)
-    assert (b.free, set(b.device.stale(0))) == (5, set(taken[0][1:]))
+    assert (b.free, set(b.device.quarantined(0))) == (5, set(taken[0][1:]))
     b.device.give_back_stale(second)
-    assert (b.free, len(b.device.stale(0))) == (8, 0)
+    assert (b.free, len(b.device.quarantined(0))) == (8, 0)
 
 
 def test_holders_from_several_resets() -> None:
@@ -155,7 +155,7 @@ def test_holders_from_several_resets() -> None:
     b.device.reset([old])
     young = b.device.take(3)
     b.device.reset([young])
-    assert (b.free, len(b.device.stale(0))) == (3, 5)
+    assert (b.free, len(b.device.quarantined(0))) == (3, 5)
     b.device.give_back_stale(young)
     assert b.free == 6
     b.device.give_back_stale(old)

@@ -12,9 +12,11 @@ from unittest import mock
 
 import pytest
 
-from tests.hybrid_helpers import hybrid_rig
+from tests.hybrid_helpers import hybrid_rig, hybrid_tiers, kept, lose, objects
 from tests.lease_helpers import P, Rig, cancelled, chunk_of, rig, seq, start, turns
+from tests.schedule_stacks import StackShape, known
 from tests.schedules import prove_lease
+from tests.storage_helpers import keep, prefetched
 from tests.tier_helpers import Copies, demote, on_tier, soon, store, tiers, transfers
 from tiered_cache import (
     AdmissionTimeout,
@@ -26,6 +28,8 @@ from tiered_cache import (
     StaleError,
 )
 from tiered_cache.layers import LayerProgress, stale_load
+from tiered_cache.storage.backend import WriteResult
+from tiered_cache.testing.faulty_backend import CallGate, flipped
 from tiered_cache.tree.components import swa
 from tiered_cache.types import Boundary, EvictParams, Tier
 
@@ -514,3 +518,76 @@ async def test_all_that_is_pending_may_be_more_than_a_window_is_promised() -> No
         assert lease.committed == 60
         lease.close()
         await copies.all()
+
+
+async def test_rows_that_storage_reads_are_quiet_when_the_device_gives_up_their_base() -> None:
+    """Seed 1234 of stacks on storage: what a window has on the host went with a node whose base was
+    on the device alone, and others were given its rows while they were being written."""
+    async with hybrid_tiers("swa") as (r, store):
+        store.fault("write", keys=objects(r, store, "swa", A), result=WriteResult.REFUSED)
+        await r.serve(A)
+        await r.cache.drain()
+        controller = r.cache._controller
+        assert controller.host_pages is not None
+        controller.host_pages.evict([1 << 20, 0])  # the base, a copy of which is stored
+        store.faults.clear()
+        store.fault("write", gate=(gate := CallGate()))
+        r.at_exit(gate.open)
+        await r.serve(A)
+        await gate.reached()
+        (call,) = controller.storage_calls()
+        assert call.component == 1
+        controller.accounts.evict([1 << 20, 0])
+        assert r.pool.free == r.pool.capacity
+        swa = r.stats.host["swa"]
+        assert (swa.protected, swa.quarantined) == (0, len(call.ids))
+        r.check()
+        r.oracle.spoil("swa", controller.host_pages.allocators[1].free_ids(), on_host=True)
+        gate.open()
+        await r.cache.drain()
+        assert r.stats.host["swa"].free == r.stats.host["swa"].capacity
+        r.check()
+
+
+async def test_a_component_of_a_user_s_own_in_a_lease() -> None:
+    """It was taken for a window that reaches back to the first page: a request that had matched a
+    prefix went on from its beginning after a run that failed, kept all its pages, and wrote to page
+    -1 when the one that it went on in was gone; what an insert left of them was lost."""
+    shape = StackShape(("sinks",), (0,), 4, 4, (16,), (4,), has_host=True)
+    device = {"tokens": 16 * P, "ratio": shape.ratio(shape.device, 16)}
+    with known(shape):
+        async with rig(model=shape.model(), device=device) as r:
+            await r.serve(A[:17])
+            async with r.cache.lease(A, reserve=8, rollback=2) as lease:
+                assert (lease.prefix_len, lease.pages["sinks"][:4].tolist()[1:]) == (16, [-1] * 3)
+                with pytest.raises(ZeroDivisionError):
+                    await lease.run(lambda chunk: 1 // 0, await chunk_of(lease, 6))
+                assert lease.computed == 16
+                await lease.run(r.model, lease.allocate(9))
+                sinks = r.stats.pools["sinks"]
+                assert (sinks.protected, sinks.private) == (1, 2)  # of 23 tokens on, and no more
+                lease.truncate(23)
+                with pytest.raises(ValueError, match="not kept"):
+                    lease.truncate(18)
+                await lease.run(r.model, lease.append(7))
+                r.check()
+                lease.finish()
+                r.check()
+            sinks = r.stats.pools["sinks"]
+            assert (sinks.evictable, sinks.free) == (1, 15)
+
+
+async def test_a_boundary_that_does_not_come_leaves_room_for_the_next() -> None:
+    """Seed 7000308: what had been read of a window for the deepest boundary, before a page of it
+    was found to be wrong, took all that the prefetch may have, and it brought nothing at all."""
+    host = {"tokens": 16 * P, "ratio": {"swa": 6.01 / 16}}
+    async with hybrid_tiers("swa", 16, 16, host=host) as (r, store):
+        await keep(r, A[:13], A)
+        assert kept(r, store, "swa", A) == "SSSSSS"
+        wrong = objects(r, store, "swa", A)[5]
+        store.fault("read", keys=[wrong], change=flipped(600))
+        lose(r, store, "swa", A, 2)  # so that only one and two pages are windows, and all six
+        assert await prefetched(r, A, policy="wait_complete") == 8
+        assert r.stats.host["swa"].evictable == 4
+        await r.cache.drain()
+        r.check()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiered_cache.errors import IntegrityError
-from tiered_cache.tree.components.base import NO_PAGES
+from tiered_cache.tree.components.base import NO_PAGES, join
 from tiered_cache.tree.node import BASE
 from tiered_cache.types import NO_PAGE
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from tiered_cache.pools.allocator import PageAllocator
     from tiered_cache.stats import Counters
+    from tiered_cache.tree.components.base import Flags
     from tiered_cache.tree.radix import RadixTree
     from tiered_cache.types import EvictResult, PageIds
 
@@ -99,16 +100,79 @@ class TierPages:
             refs if refs is not None and refs.any() else None for refs in self._stale_refs
         ]
 
-    def stale(self, index: int) -> PageIds:
-        """Pages of a component that somebody still holds from before a reset."""
+    def quarantined(self, index: int) -> PageIds:
+        """Pages of a component that somebody still holds, and the tree does not."""
         refs = self._stale_refs[index]
         return np.flatnonzero(refs if refs is not None else ()).astype(np.int32)
 
 
 class HostPages(TierPages):
-    """The host's pages: rows of the arenas."""
+    """The host's pages: rows of the arenas.
 
-    __slots__ = ()
+    Storage reads the rows that it is to keep until its call has really ended. A host lock holds
+    them, but no page of the device: a node whose base has only that one goes when the device needs
+    it, and what of a window or a state is on the host goes with it. Rows that are `lent` then are
+    nobody's, until they are not.
+    """
+
+    __slots__ = ("_lent", "_orphans")
+
+    def __init__(
+        self, tree: RadixTree, allocators: Sequence[PageAllocator], counters: Counters
+    ) -> None:
+        super().__init__(tree, allocators, counters)
+        # By component: how often each row is lent, if any is; whether the tree has given it up.
+        self._lent: list[PageIds | None] = [None] * len(self.allocators)
+        self._orphans: list[Flags | None] = [None] * len(self.allocators)
+
+    def lend(self, index: int, ids: PageIds) -> None:
+        """Somebody reads these rows of a component, which are the tree's, until `returned`, or a
+        reset."""
+        lent = self._lent[index]
+        if lent is None:
+            self._lent[index] = lent = np.zeros(self.allocators[index].capacity, np.int32)
+            self._orphans[index] = np.zeros(len(lent), np.bool_)
+        lent[ids] += 1
+
+    def returned(self, index: int, ids: PageIds) -> None:
+        """Nobody touches them any more on behalf of that loan."""
+        lent, orphans = self._lent[index], self._orphans[index]
+        assert lent is not None, "they were lent"
+        assert orphans is not None, "likewise"
+        lent[ids] -= 1
+        free = ids[orphans[ids] & (lent[ids] == 0)]
+        orphans[free] = False
+        self.allocators[index].free(free)
+        if not lent.any():
+            self._lent[index] = self._orphans[index] = None
+
+    def give_back(self, pages: Sequence[PageIds]) -> None:
+        """Likewise; of what is lent, when it has been returned."""
+        if any(lent is not None for lent in self._lent):
+            pages = [self._not_lent(index, ids) for index, ids in enumerate(pages)]
+        super().give_back(pages)
+
+    def _not_lent(self, index: int, ids: PageIds) -> PageIds:
+        lent, orphans = self._lent[index], self._orphans[index]
+        if lent is None or orphans is None or not len(ids):
+            return ids
+        is_lent = (ids != NO_PAGE) & (lent[ids] > 0)
+        orphans[ids[is_lent]] = True
+        free: PageIds = ids[~is_lent]
+        return free
+
+    def reset(self, held: Iterable[Sequence[PageIds]]) -> None:
+        """Likewise; what is lent is held."""
+        self._lent = [None] * len(self.allocators)
+        self._orphans = [None] * len(self.allocators)
+        super().reset(held)
+
+    def quarantined(self, index: int) -> PageIds:
+        """Likewise, with what is lent."""
+        stale, orphans = super().quarantined(index), self._orphans[index]
+        if orphans is not None:
+            stale = join([stale, np.flatnonzero(orphans).astype(np.int32)])
+        return stale
 
     def take_up_to(self, index: int, num_pages: int) -> PageIds:
         """Ids of one component, as many as there can be made room for: mirrors go first, then

@@ -286,6 +286,7 @@ class Backups:
             if call.epoch != self._tree.epoch:
                 self._host.give_back_stale(self._host.only(component, call.ids))
                 return
+            self._host.returned(component, call.ids)
             self._count(call, page_keys)
             is_there = call.clears == self._io.num_clears
             if is_there and call.results and call.num_good == len(ids):
@@ -293,7 +294,9 @@ class Backups:
             self._tree.let_go(receipt)
             self._changed()
 
-        return self._io.write(component, page_keys, ids, self._tree.epoch, on_end)
+        call = self._io.write(component, page_keys, ids, self._tree.epoch, on_end)
+        self._host.lend(component, ids)
+        return call
 
     def _count(self, call: StorageCall, page_keys: Sequence[bytes]) -> None:
         counters = self._counters

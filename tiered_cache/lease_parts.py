@@ -85,8 +85,10 @@ class LeasePart(ABC):
     def held(self, receipt: Receipt) -> None:
         """The lease holds what `receipt` does, and its table names it: of this component no more
         than that is held."""
-        top = receipt.parts[self.index] if receipt.parts[self.index] is not None else receipt.depth
-        self._ids[: self._first_held(receipt, top) // self._size] = NO_PAGE
+        top, part = receipt.depth, receipt.parts[self.index]
+        if part is not None:
+            top = self._component.held_from(top, part)
+        self._ids[: top // self._size] = NO_PAGE
 
     def in_tree(self, receipt: Receipt) -> PageIds:
         """What the tree has of what `receipt` holds, by page: a node of a window is held whole, and
@@ -99,9 +101,6 @@ class LeasePart(ABC):
                 if value is not None:
                     pages[last - len(value) : last] = value
         return pages
-
-    @abstractmethod
-    def _first_held(self, receipt: Receipt, top: int) -> int: ...
 
     # --- what only one of the two kinds does ------------------------------------------------------
 
@@ -146,41 +145,48 @@ class LeasePart(ABC):
 class WindowPart(LeasePart):
     """Pages of a window: as many as the window, a chunk and one more, however long the prompt."""
 
-    __slots__ = ("_committed", "_first")
+    __slots__ = ("_committed", "_num_held")
 
     def __init__(self, component: TreeComponent, table: PageTable, accounts: PageAccounts) -> None:
         super().__init__(component, table, accounts)
         self.drop()
 
     def drop(self) -> None:
-        self._committed = self._first = 0  # in pages: it holds what is between
+        self._committed = self._num_held = 0  # in pages: where what it holds ends, and how many
 
     def unspent(self, num_pages: int) -> int:
         """What it may take again, too: after a run that came to nothing, or a truncation, pages
         that it has left behind are computed once more; but never what is committed."""
         is_own = self._ids[self._committed : self._table.num_pages] != NO_PAGE
         own = int(np.count_nonzero(is_own))
-        held = self._committed - self._first + own
+        held = self._num_held + own
         to_come = num_pages - self._committed - own
         return max(0, min(to_come, self._component.footprint(num_pages) - held))
 
-    def _first_held(self, receipt: Receipt, top: int) -> int:
-        self._committed, self._first = receipt.depth // self._size, top // self._size
-        return top
+    def held(self, receipt: Receipt) -> None:
+        super().held(receipt)
+        depth, part = receipt.depth, receipt.parts[self.index]
+        self._committed = depth // self._size
+        if self._component.is_window:  # tombstones, too: what comes there is held
+            top = depth if part is None else self._component.held_from(depth, part)
+            self._num_held = self._committed - top // self._size
+        else:
+            self._num_held = int(np.count_nonzero(self._ids[: self._committed] != NO_PAGE))
 
     def fallback(self, depth: int) -> int:
-        size = self._size
-        window = self._ids[self._component.needed_from(depth) // size : -(-depth // size)]
-        return depth if (window != NO_PAGE).all() else -1
+        pages = self._component.pages_to_go_on(depth)
+        is_there = (self._ids[pages.start : pages.stop] != NO_PAGE).all()
+        if depth % self._size:  # and the page that it goes on in
+            is_there &= self._ids[depth // self._size] != NO_PAGE
+        return depth if is_there else -1
 
     def left_behind(self, own_from: int, depth: int, ends: Sequence[int]) -> PageIds:
         """Own ids that neither what follows `depth` needs, nor what follows one of `ends`."""
-        size = self._size
-        stop = self._component.needed_from(depth) // size
-        gone = self._ids[own_from:stop] != NO_PAGE
-        for end in ends:
-            first, last = self._component.needed_from(end) // size, end // size
-            gone[max(0, first - own_from) : max(0, last - own_from)] = False
+        component, depth = self._component, max(0, depth)
+        gone = self._ids[own_from : depth // self._size] != NO_PAGE
+        kept = component.pages_to_go_on(depth), *map(component.pages_to_go_on, ends)
+        for pages in kept:
+            gone[max(0, pages.start - own_from) : max(0, pages.stop - own_from)] = False
         at = own_from + np.flatnonzero(gone)
         ids = self._ids[at].copy()
         self._ids[at] = NO_PAGE
@@ -246,9 +252,6 @@ class StatePart(LeasePart):
 
     def own_beside_table(self) -> PageIds:
         return np.array([slot for slot in (self._slot, self._kept) if slot != NO_PAGE], np.int32)
-
-    def _first_held(self, receipt: Receipt, top: int) -> int:
-        return receipt.depth - self._size  # that of the page which the held state ends
 
     def taken_over(self, depth: int) -> PageIds:
         own = self.own_beside_table()

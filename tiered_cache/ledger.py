@@ -148,7 +148,7 @@ def _pool_stats(controller: HybridCacheController, tier: Tier, index: int) -> Po
     """Where a component's pages on a tier are, without those of leases and engines."""
     pages, component = _pages_of(controller, tier), controller.tree.components[index]
     sizes = component.device if tier is Tier.DEVICE else component.host
-    quarantined, in_flight = len(pages.stale(index)), 0
+    quarantined, in_flight = len(pages.quarantined(index)), 0
     if controller.transfers is not None:
         quarantined += controller.transfers.num_retired(tier, index)
         in_flight = controller.transfers.num_in_flight(tier, index)
@@ -170,7 +170,7 @@ def _wrong_owners(
     pages, component = _pages_of(controller, tier), controller.tree.components[index]
     allocator = pages.allocators[index]
     owners = np.zeros(allocator.capacity, dtype=np.int32)
-    held = [allocator.free_ids(), pages.stale(index), *private]
+    held = [allocator.free_ids(), pages.quarantined(index), *private]
     if controller.transfers is not None:
         held += [by_component[index] for by_component in controller.transfers.held(tier)]
     if tier is Tier.HOST:

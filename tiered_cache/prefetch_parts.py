@@ -176,8 +176,10 @@ class PrefetchesOfParts(Prefetches):
 
     async def _bring_some(self, prefetch: Prefetch, keys: Sequence[bytes]) -> bool:
         parts, size = prefetch.parts, self._page_size
-        parts.goal = self._goal(prefetch)
+        before, parts.goal = parts.goal, self._goal(prefetch)
         self._hold(prefetch)
+        if parts.goal < before:
+            self._count_again(prefetch)
         step = self._next_step(prefetch)
         if step is None:
             return False
@@ -216,6 +218,17 @@ class PrefetchesOfParts(Prefetches):
             for depth in self._boundaries(prefetch, parts.stored)
             if depth <= parts.most and (parts.common is None or depth in parts.common or not depth)
         )
+
+    def _count_again(self, prefetch: Prefetch) -> None:
+        """What was brought for a boundary that does not come is not held any more: the next one is
+        to have the room."""
+        goal = prefetch.parts.goal
+        there = self._tree.presence(prefetch.key, goal)
+        for component in self._tree.components:
+            needed = component.pages_needed(goal) if goal else range(0)
+            count = int(np.count_nonzero(there[component.index][needed.start : needed.stop]))
+            prefetch.brought[component.index] = min(prefetch.brought[component.index], count)
+        self._hooks.changed()
 
     def _next_step(self, prefetch: Prefetch) -> tuple[TreeComponent, int, int] | None:
         """What the goal lacks: the first component, its first page, how many follow each other."""

@@ -131,4 +131,13 @@ MUTANTS: Final = [
         new="",
         test="tests/test_cache.py::test_nothing_answers_in_another_thread",
     ),
+    Mutant(
+        id="a-page-that-is-gone-is-gone-on-in",
+        rule="§11.7",
+        harm="a request writes to page -1, which is another's",
+        file="tiered_cache/lease_parts.py",
+        old="        if depth % self._size:  # and the page that it goes on in\n",
+        new="        if False:\n",
+        test="tests/test_found_by_schedules.py::test_a_component_of_a_user_s_own_in_a_lease",
+    ),
 ]

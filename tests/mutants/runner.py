@@ -27,7 +27,7 @@ import pytest
 
 from tests.mutants.model import REPO, Mutant
 
-COPIED: Final = ("tiered_cache", "tests", "configs")
+COPIED: Final = ("tiered_cache", "tests", "configs", "examples")
 HEAVY: Final = ("torch", "numpy", "pydantic", "sortedcontainers")
 MAX_TEST_S: Final = 3.0
 HANG_S: Final = 20.0

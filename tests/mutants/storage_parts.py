@@ -12,6 +12,7 @@ IO: Final = "tiered_cache/storage_io.py"
 RADIX: Final = "tiered_cache/tree/radix.py"
 SWA: Final = "tiered_cache/tree/components/swa.py"
 TESTS: Final = "tests/storage/test_hybrid_storage.py::"
+FOUND: Final = "tests/test_found_by_schedules.py::"
 CASES: Final = "tests/cases/test_cases_prefetch.py::"
 RANKS: Final = "tests/cases/test_cases_ranks.py::"
 
@@ -49,6 +50,24 @@ MUTANTS: Final = [
             "                call = self._write(index, receipt,"
         ),
         test=TESTS + "test_what_is_written_stays_where_it_is",
+    ),
+    Mutant(
+        id="a-boundary-that-does-not-come-keeps-its-room",
+        rule="§10.5",
+        harm="a short read falls back to nothing, where the quota is one window",
+        file=PREFETCH,
+        old="            self._count_again(prefetch)\n",
+        new="            pass\n",
+        test=FOUND + "test_a_boundary_that_does_not_come_leaves_room_for_the_next",
+    ),
+    Mutant(
+        id="rows-that-storage-reads-are-given-to-others",
+        rule="§9.3",
+        harm="wrong bytes are kept: the device gives a base up, and what hangs on it goes home",
+        file="tiered_cache/accounts.py",
+        old="        if any(lent is not None for lent in self._lent):\n",
+        new="        if False:\n",
+        test=FOUND + "test_rows_that_storage_reads_are_quiet_when_the_device_gives_up_their_base",
     ),
     Mutant(
         id="a-part-that-is-written-is-not-believed",

@@ -83,6 +83,11 @@ class MovesTheStateUp(State):
         self.note_change(child)
 
 
+class KeepsTooLittle(Window):
+    def pages_to_go_on(self, depth: int) -> range:
+        return range(self.needed_from(depth) // self.page_size + 1, depth // self.page_size)
+
+
 class KeepsLocksBelow(Window):
     """A split does not copy them."""
 
@@ -202,6 +207,7 @@ MISTAKES: Final = [
     Mistake(AdoptsGaps, "test_a_gap_is_nobodys_page"),
     Mistake(SaysNothingOfChanges, "test_a_change_is_told_from_where_it_begins"),
     Mistake(MovesTheStateUp, "test_a_split_loses_nothing"),
+    Mistake(KeepsTooLittle, "test_what_a_request_keeps_to_go_on"),
     Mistake(KeepsLocksBelow, "test_locks_are_symmetrical_through_splits"),
     Mistake(SharesMemory, "test_a_split_loses_nothing"),
     Mistake(HoldsTooLittle, "test_a_lock_keeps_what_a_prefix_needs"),

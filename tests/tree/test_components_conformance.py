@@ -58,9 +58,6 @@ class TestSinks(ComponentTests):
     def needed(self, depth: int, page_size: int) -> range:
         return range(1)
 
-    def brings(self, pages: range) -> list[int]:
-        return [page for page in pages if page == 0]
-
 
 def example() -> Any:
     path = Path(__file__).parents[2] / "examples" / "custom_component.py"

@@ -283,6 +283,21 @@ class ComponentTests(ABC):
                 wanted = [all(there[page] for page in needed[depth]) for depth in ends[:count]]
                 assert component.restorable(there[:count]).tolist() == wanted
 
+    def test_what_a_request_keeps_to_go_on(self) -> None:
+        """§11.6: at a page's end what a prefix needs that ends there; inside of a page all that the
+        prefix at its end will need, but for the page itself."""
+        scene = self.scene()
+        component, size = self.component(scene), self.page_size
+        if not component.is_per_page:
+            return
+        assert list(component.pages_to_go_on(0)) == []
+        for depth in self.ends():
+            needed = set(self.needed(depth, size))
+            assert set(component.pages_to_go_on(depth)) == needed
+            for inside in range(depth - size + 1, depth):
+                kept = {*component.pages_to_go_on(inside), inside // size}
+                assert needed <= kept, f"at {inside} tokens {needed - kept} are not kept"
+
     def test_a_match_changes_nothing_but_ages(self) -> None:
         """§3.8: whatever is looked for, and however often."""
         scene = self.published()

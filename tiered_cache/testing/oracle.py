@@ -176,10 +176,15 @@ class ByteOracle:
     ) -> Iterator[tuple[Rows, Any, Any, Rows]]:
         for component in self._tree.components:
             if component.is_per_page:
-                first = max(start, component.needed_from(stop)) if only_needed else start
+                first, last = start, stop
+                if only_needed:
+                    size, pages = self._page_size, component.pages_to_go_on(stop)
+                    first = max(start, pages.start * size)
+                    if pages.stop < stop // size:  # else what follows them is needed, too
+                        last = pages.stop * size
                 name, namespace = str(component.id), key.namespace
                 yield from self._spans_of(
-                    holder, namespace, key.data, first, stop, name, self._bytes, layer
+                    holder, namespace, key.data, first, last, name, self._bytes, layer
                 )
 
     def _states(

@@ -228,6 +228,12 @@ class TreeComponent(ABC):
         """The first token whose state is needed to compute what follows `depth`."""
         return 0
 
+    def pages_to_go_on(self, depth: int) -> range:
+        """The pages, by number, whose state is needed to compute what follows `depth`. Of what has
+        tombstones a request keeps these, and the one that `depth` is inside of, and no others."""
+        whole = depth - depth % self.page_size
+        return self.pages_needed(whole) if whole else range(0)
+
     def pages_needed(self, depth: int) -> range:
         """The pages, by number, that a prefix of `depth` tokens needs of this component: it may end
         where they are all there. Of a state, the page that it ends. The rule of `deepest_boundary`,
@@ -315,6 +321,11 @@ class TreeComponent(ABC):
     def lock_cut(self, path: Sequence[Node]) -> int:
         """The depth at which `path` (end first) must be cut before a request holds it, so that it
         does not hold more than its `footprint` has room for. 0: nowhere."""
+        return 0
+
+    def held_from(self, depth: int, part: Any) -> int:
+        """Where what a device lock holds begins, that ended at `depth` and whose acquisition
+        returned `part`: of what `collect` names above, somebody may take it at any time."""
         return 0
 
     @abstractmethod

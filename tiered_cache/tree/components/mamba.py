@@ -233,6 +233,9 @@ class MambaComponent(SparseComponent):
             self._hold(path[0], tier)
         return start
 
+    def held_from(self, depth: int, part: int) -> int:
+        return depth - self.page_size
+
     def held(self, node: Node, tier: Tier, part: int) -> Iterator[Node]:
         if node.parent is not None and node.end > part:
             yield node

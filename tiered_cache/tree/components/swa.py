@@ -197,6 +197,9 @@ class SWAComponent(SparseComponent):
     def needed_from(self, depth: int) -> int:
         return max(0, self._floor(depth - self.window))
 
+    def pages_to_go_on(self, depth: int) -> range:
+        return range(self.needed_from(depth) // self.page_size, -(-depth // self.page_size))
+
     def restorable(self, there: Flags) -> Flags:
         size = self.page_size
         gone = np.concatenate(([0], np.cumsum(~there)))  # before each page end
@@ -244,6 +247,9 @@ class SWAComponent(SparseComponent):
         super().release_component_lock(node, tier, part)
         if tier is DEVICE:
             self.device.held -= (node.end - part) // self.page_size
+
+    def held_from(self, depth: int, part: int) -> int:
+        return part
 
     def held(self, node: Node, tier: Tier, part: int) -> Iterator[Node]:
         current: Node | None = node

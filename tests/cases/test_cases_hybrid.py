@@ -328,8 +328,8 @@ def test_b35_a_state_where_prompts_part_serves_the_next_one() -> None:
 
 
 def test_b35_the_states_of_the_newest_prompts_stay() -> None:
-    """B35: 48 slots, three chains of sixteen states: a fork of any at a quarter is a hit; a fourth
-    chain pushes out the oldest, and not the shallow ones of all."""
+    """B35: 48 slots, three chains of sixteen states: a fork of any at a quarter is a hit. A fourth
+    chain pushes out what the oldest can do without, and not the shallow ones of all."""
     rig = with_states(pages=48)
     pools = rig.pools[Tier.DEVICE]
     pools[0] = PageAllocator(1000, check=True)
@@ -340,7 +340,8 @@ def test_b35_the_states_of_the_newest_prompts_stay() -> None:
             assert rig.publish(seq(name, stop), states=[stop])
     fork = 4 * 64
     found = [rig.hit(RadixKey(seq(name, fork) + seq("X", 16)))[0] for name in "ABCD"]
-    assert found == [0, fork, fork, fork]
+    assert min(found) > 0
+    assert found[2:] == [fork, fork]
     rig.check()
 
 

@@ -55,12 +55,12 @@ def back_up(rig: HybridRig, tokens: list[int]) -> None:
 
 
 def test_what_a_path_can_do_without_goes_before_the_oldest() -> None:
-    """The first, the last, and the four deepest between them are as old as they are."""
+    """The first, the last, and four between them, evenly spread, are as old as they are."""
     rig = make()
     rig.publish(seq("B", 16), states=[16])
     rig.publish(LONG, states=ENDS)
-    assert gone(rig, LONG, 5) == [32, 48, 64, 80, 0]
-    assert states(rig, LONG) == [16, 96, 112, 128, 144, 160]
+    assert gone(rig, LONG, 5) == [32, 64, 96, 128, 0]
+    assert states(rig, LONG) == [16, 48, 80, 112, 144, 160]
     assert gone(rig, LONG, 1) == [16]
 
 
@@ -70,7 +70,7 @@ def test_it_is_the_same_when_a_prompt_comes_in_chunks() -> None:
     rig.publish(seq("B", 16), states=[16])
     for stop in ENDS:
         rig.publish(LONG[:stop], states=[end for end in ENDS if end <= stop])
-    assert gone(rig, LONG, 5) == [32, 48, 64, 80, 0]
+    assert gone(rig, LONG, 5) == [32, 64, 96, 128, 0]
 
 
 @pytest.mark.parametrize(("cap", "surplus"), [(0, 8), (7, 1), (8, 0)])
@@ -92,9 +92,9 @@ def test_states_where_paths_fork_are_kept() -> None:
     rig.publish(seq("B", 16), states=[16])
     rig.publish_own(LONG, states=ENDS)
     rig.publish_own([*LONG[:64], *seq("C", 96)], states=ENDS)
-    assert gone(rig, LONG, 5) == [32, 48, 80, 0, 0]
+    assert gone(rig, LONG, 6) == [32, 96, 128, 0, 0, 0]
     assert states(rig, seq("B", 16)) == []
-    assert states(rig, LONG)[:2] == [16, 64]
+    assert states(rig, LONG)[:3] == [16, 48, 64]
 
 
 def test_a_fork_is_none_of_the_others() -> None:
@@ -111,7 +111,7 @@ def test_above_a_fork_the_newest_path_says_what_can_be_done_without() -> None:
     rig.publish(seq("B", 16), states=[16])
     rig.publish_own(LONG, states=ENDS)
     rig.publish_own([*LONG[:64], *seq("C", 16)], states=[80])
-    assert gone(rig, LONG, 2) == [80, 0]
+    assert gone(rig, LONG, 2) == [96, 128]
 
 
 def test_the_last_state_before_a_fork_is_the_fork_s() -> None:
@@ -127,11 +127,10 @@ def test_a_state_that_is_held_is_kept() -> None:
     """And is none of the others: as many as ever are kept beside it."""
     rig = make()
     rig.publish(seq("B", 16), states=[16])
-    rig.publish(LONG[:96], states=ENDS[:6])
-    receipt = rig.tree.inc_lock_ref(Boundary(rig.node(LONG[:96]), 96))
     rig.publish(LONG, states=ENDS)
-    assert gone(rig, LONG, 4) == [32, 48, 64, 0]
-    assert states(rig, LONG) == [16, 80, 96, 112, 128, 144, 160]
+    receipt = rig.tree.inc_lock_ref(Boundary(rig.node(LONG[:80]), 80))
+    assert gone(rig, LONG, 4) == [64, 96, 128, 0]
+    assert states(rig, LONG) == [16, 32, 48, 80, 112, 144, 160]
     rig.tree.dec_lock_ref(receipt)
 
 
@@ -139,21 +138,21 @@ def test_who_uses_a_state_makes_it_young() -> None:
     """§3.6: as any other; it is not the first to go any more."""
     rig = make()
     rig.publish(LONG, states=ENDS)
-    assert rig.hit(RadixKey(LONG[:48]))[0] == 48
+    assert rig.hit(RadixKey(LONG[:64]))[0] == 64
     rig.publish(seq("B", 16), states=[16])
-    assert gone(rig, LONG, 4) == [32, 64, 80, 16]
+    assert gone(rig, LONG, 4) == [32, 96, 128, 16]
     rig.check()
 
 
 def test_what_is_left_of_a_path_is_looked_at_again() -> None:
-    """When its end has gone, the deepest of the rest are worth most."""
+    """When its end has gone, more of the rest are kept."""
     rig = make(2)
     rig.publish(LONG, states=ENDS)
     rig.publish(seq("B", 16), states=[16])
     rig.evict(0, 5)
     assert states(rig, LONG) == ENDS[:5]
-    assert gone(rig, LONG, 2) == [32, 16]
-    assert states(rig, LONG) == [48, 64, 80]
+    assert gone(rig, LONG, 2) == [64, 16]
+    assert states(rig, LONG) == [32, 48, 80]
 
 
 def test_the_first_that_is_left_is_kept() -> None:
@@ -161,7 +160,7 @@ def test_the_first_that_is_left_is_kept() -> None:
     rig.publish(seq("B", 16), states=[16])
     rig.publish(LONG, states=ENDS)
     rig.drop(LONG[:16], M)
-    assert gone(rig, LONG, 2) == [48, 0]
+    assert gone(rig, LONG, 2) == [64, 0]
 
 
 def test_a_state_that_comes_to_stand_once_more_is_new() -> None:
@@ -170,7 +169,7 @@ def test_a_state_that_comes_to_stand_once_more_is_new() -> None:
     assert gone(rig, LONG, 1) == [32]
     rig.publish(LONG[:32], states=[32])
     rig.publish(seq("B", 16), states=[16])
-    assert gone(rig, LONG, 4) == [48, 64, 80, 96]
+    assert gone(rig, LONG, 4) == [64, 96, 128, 48]
     assert states(rig, LONG)[:2] == [16, 32]
 
 
@@ -182,7 +181,7 @@ def test_the_same_on_the_host() -> None:
         back_up(rig, tokens)
     rig.evict(M, 100)
     assert states(rig, LONG, Tier.HOST) == ENDS
-    assert gone(rig, LONG, 5, Tier.HOST) == [32, 48, 64, 80, 0]
+    assert gone(rig, LONG, 5, Tier.HOST) == [32, 64, 96, 128, 0]
 
 
 def test_a_mirror_of_one_is_found_again() -> None:
@@ -193,8 +192,8 @@ def test_a_mirror_of_one_is_found_again() -> None:
     for end in ENDS:
         rig.tree.believe_stored(rig.node(LONG[:end]), M, True)
     rig.check()
-    assert gone(rig, LONG, 3, Tier.HOST) == [32, 48, 64]
-    rig.match(RadixKey(LONG[:80]))
+    assert gone(rig, LONG, 3, Tier.HOST) == [32, 64, 96]
+    rig.match(RadixKey(LONG[:128]))
     rig.check()
     assert len(gone(rig, LONG, 7, Tier.HOST)) == 7
 
@@ -211,7 +210,7 @@ def can_do_without(path: list[Node], cap: int) -> set[Node]:
         way = path[path.index(node) : path.index(below)]
         if all(len(step.children) == 1 for step in way) and not node.data[M].lock_ref:
             others.append(node)
-    return set(others[: max(0, len(others) - cap)])
+    return set(others) if len(others) > cap else set()
 
 
 def surplus(rig: HybridRig, cap: int) -> set[Node]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from tiered_cache.tree.components.base import Flags
-    from tiered_cache.tree.node import Node
+    from tiered_cache.tree.node import ComponentData, Node
     from tiered_cache.types import InsertParams, InsertResult, PageIds
 
 DEVICE: Final = Tier.DEVICE
@@ -156,8 +156,8 @@ class MambaComponent(SparseComponent):
     #
     # A long prompt, or a conversation, leaves a state at the end of every chunk. Of use to others
     # are the first (what many prompts begin with), those where paths fork, and the last (it goes
-    # on). Of the rest the deepest are worth most: who tries again, or edits, does so near the end,
-    # and it is the longest way there. The others would only push states of other paths out.
+    # on). Where the next fork will be nobody knows, so the others that are kept are spread: whoever
+    # forks finds one not far above. The rest would only push states of other paths out.
 
     def _gain(self, node: Node, tier: Tier, ids: PageIds) -> None:
         data = node.data[self.index]
@@ -169,48 +169,59 @@ class MambaComponent(SparseComponent):
             self._age_surplus(node)
 
     def _age_surplus(self, last: Node) -> None:
-        """A state has come to stand at `last`: above it, those that the path can do without become
-        the oldest. What is above one of these is known. Roughly: who is to go is looked at again
-        (`_can_spare`), and most states come to go with their path."""
-        index, room = self.index, self._states_per_path
-        found: Node | None = None
+        """A state has come to stand at `last`: those above it that the path can do without become
+        the oldest. Roughly: who is to go is looked at again (`_can_spare`), and most states come
+        to go with their path."""
+        index = self.index
+        kept, others = [last], list[int]()
         node = last.parent
-        while node is not None and node.parent is not None:
+        while node is not None and node.parent is not None:  # `_above`: every state comes by here
             data = node.data[index]
-            if data.value is not None or data.host_value is not None:
-                if found is not None:  # which is not the first
-                    found.data[index].stamp -= SURPLUS
-                    self.orders.note(found, found.data[index])
-                    found = None
+            if data.stamp >= 0 and (data.value is not None or data.host_value is not None):
                 if len(node.children) == 1:
-                    if data.stamp < 0:
-                        return
-                    if room:
-                        room -= 1
-                    else:
-                        found = node
+                    others.append(len(kept))
+                kept.append(node)
             node = node.parent
+        if others and others[-1] == len(kept) - 1:
+            others.pop()  # the first
+        while len(others) > self._states_per_path:
+            # The one whose neighbours are nearest to each other; of several the shallowest.
+            gaps = [kept[at - 1].end - kept[at + 1].end for at in others]
+            at = others[len(gaps) - 1 - gaps[::-1].index(min(gaps))]
+            node = kept.pop(at)
+            node.data[index].stamp -= SURPLUS
+            self.orders.note(node, node.data[index])
+            others = [other - (other > at) for other in others if other != at]
 
     def _can_spare(self, node: Node) -> bool:
-        """Whether the path of one that was found to be surplus still can do without it: below it
-        states may have gone, and forks may have come to be. Where paths fork, the newest says."""
-        if not any(self.has(above, False) for above in self._above(node)):
+        """Whether the path of one that was found to be surplus still can do without it: states may
+        have gone, and forks may have come to be. Where paths fork below it, the newest says."""
+        index, num_others = self.index, 0
+        is_between, found = True, False  # up to the next state there is no fork, and there is one
+        is_other = False
+        for above in self._above(node):
+            if len(above.children) > 1:
+                is_between = False
+            if self.has(above, False):
+                num_others += is_other
+                data, found = above.data[index], True
+                is_other = is_between and data.stamp >= 0 and not _is_held(data)
+                is_between = True
+        if not found:
             return False
-        room, is_between = self._states_per_path, True
-        while node.children:
-            if len(node.children) > 1:
-                if room == self._states_per_path:
+        is_between, is_other, found = True, False, False
+        below = node
+        while below.children:
+            if len(below.children) > 1:
+                if not found:
                     return False  # there is none between it and the fork
                 is_between = False
-            node = next(reversed(node.children.values()))
-            if self.has(node, False):
-                if is_between:
-                    if not room:
-                        return True
-                    room -= 1
-                data = node.data[self.index]
-                is_between = not (data.lock_ref or data.host_lock_ref)
-        return False
+            below = next(reversed(below.children.values()))
+            if self.has(below, False):
+                num_others += is_other and is_between
+                data, found = below.data[index], True
+                is_other, is_between = data.stamp >= 0 and not _is_held(data), True
+        return found and num_others >= self._states_per_path
 
     def _above(self, node: Node) -> Iterator[Node]:
         above = node.parent
@@ -251,3 +262,7 @@ class MambaComponent(SparseComponent):
 
     def needed(self, path: Sequence[Node], target: Tier) -> Sequence[Node]:
         return path[-1:] if target is DEVICE else path
+
+
+def _is_held(data: ComponentData) -> bool:
+    return bool(data.lock_ref or data.host_lock_ref)

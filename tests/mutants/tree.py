@@ -76,8 +76,8 @@ MUTANTS: Final = [
         rule="§3.6",
         harm="one hot session pushes out all other state",
         file=RADIX,
-        old="used = path if best.end == best_length else path[:-1]",
-        new="used = path",
+        old="            used = path[:-1]\n",
+        new="            used = path\n",
         test="tests/tree/test_match.py::test_a_probe_does_not_touch_a_partly_matched_node",
     ),
     Mutant(

@@ -122,7 +122,7 @@ class RadixTree:
         self.num_nodes = 0
         self._way_to: Node = self.root
         self._way: list[Node] = []
-        """The path to `_way_to`, end first: a prefix that was matched is read, held and extended
+        """The path to `_way_to`, root first: a prefix that was matched is read, held and extended
         next, and each of these walks up to the root."""
         device, host = (make_policy(policy) for policy in self._policies)
         self.leaves = LeafSets(device, host, self.root, mirrors_are_spare=self._mirrors_are_spare)
@@ -161,7 +161,6 @@ class RadixTree:
         path, depth = self._walk(self.root, key, data, length - length % self.page_size)
         if not path:
             return MatchResult(self.root, 0, self.root, 0, 0, self)
-        key.place = path[-1] if path[-1].end == depth else path[-1].parent
         count, device, best = len(path), path[-1], path[-1]
         device_length = best_length = depth
         agreed = self._deepest(path, count, depth, True)
@@ -172,11 +171,14 @@ class RadixTree:
             if agreed < count:
                 best, best_length = self._end(path, agreed)
                 path = path[:agreed]
-        self._way_to, self._way = best, path[::-1]
+        self._way_to, self._way = best, path
         # 3.6: the path to the best boundary is used; a node that matched in part only is left as it
         # is.
         stamp = self._stamp = self._stamp + 1
-        used = path if best.end == best_length else path[:-1]
+        if best.end == best_length:
+            key.place, used = best, path
+        else:
+            used = path[:-1]
         for component in self.components:
             component.touch(used, stamp)
         return MatchResult(device, device_length, best, best_length, depth, self)
@@ -743,7 +745,7 @@ class RadixTree:
     def _path_to(self, node: Node) -> list[Node]:
         """`node` and its ancestors, without the root."""
         if node is self._way_to:
-            return self._way.copy()
+            return self._way[::-1]
         path = []
         while node.parent is not None:
             path.append(node)

@@ -591,3 +591,22 @@ async def test_a_boundary_that_does_not_come_leaves_room_for_the_next() -> None:
         assert r.stats.host["swa"].evictable == 4
         await r.cache.drain()
         r.check()
+
+
+async def test_a_prefetch_keeps_what_the_host_has_below_what_is_missing() -> None:
+    """Not by a schedule, but by the demo on a model with windows: room for the beginning of a
+    prompt, which only storage had, was made by giving up its end, which only the host had; then the
+    window at its end had to come from storage, too, and was not asked for."""
+    async with hybrid_tiers("swa", 16, 8) as (r, _):
+        controller = r.cache._controller
+        await r.serve(A[:13])
+        await r.cache.drain()
+        assert controller.host_pages is not None
+        controller.host_pages.evict([1 << 20, 0])
+        await r.serve(A)
+        await r.serve(B[:21])  # what is younger, and would go after
+        await r.cache.drain()
+        await r.cache.evict(EvictParams(1 << 10))
+        assert (on_tier(r, A), on_tier(r, B[:20])) == ("---HHH", "HHHHH")
+        assert await prefetched(r, A, policy="wait_complete") == 24
+        r.check()

@@ -39,8 +39,8 @@ class Parts:
         most: tokens; there was no room for a longer prefix.
         common: boundaries that all ranks can have; None: there are no others.
         goal: tokens; the boundary that it goes for.
-        ground: holds the base up to the goal, until the rest has come; then the boundary that a
-            lease of this very prompt can use, of which a token is always computed.
+        ground: holds what is there up to the goal, until the rest has come; then the boundary that
+            a lease of this very prompt can use, of which a token is always computed.
     """
 
     __slots__ = ("common", "goal", "ground", "most", "stored")
@@ -137,10 +137,11 @@ class PrefetchesOfParts(Prefetches):
     # --- the way ----------------------------------------------------------------------------------
 
     def _hold(self, prefetch: Prefetch, limit: int | None = None) -> int:
-        """And the base up to the goal: the best boundary may end above it, until all has come."""
+        """And what there is up to the goal: the best boundary may end above it, until all has come,
+        and what is missing may be above what the host has."""
         hit, parts, tree = super()._hold(prefetch, limit), prefetch.parts, self._tree
         ground = parts.ground
-        parts.ground = tree.inc_host_lock_ref(tree.base_boundary(prefetch.key, parts.goal))
+        parts.ground = tree.inc_host_lock_ref(tree.known_boundary(prefetch.key, parts.goal))
         if ground is not None:
             tree.let_go(ground)
         return hit
@@ -190,12 +191,12 @@ class PrefetchesOfParts(Prefetches):
             await self._join(other)
             return True
         if index == BASE:
-            count = (parts.goal // size) - first
-            room = max(0, self._room(index, count))
-            if room < count:  # then a shorter prefix that has room, and nothing in vain
+            lacking = np.flatnonzero(~self._tree.presence(prefetch.key, parts.goal)[BASE])
+            room = max(0, self._room(index, len(lacking)))
+            if room < len(lacking):  # then a shorter prefix that has room, and nothing in vain
                 self._counters.prefetches_refused += not room
                 prefetch.note("refused: other prefetches have all that they may of the host")
-                parts.most = (first + room) * size
+                parts.most = int(lacking[room]) * size
                 return True
         wanted = self._unread(index, keys[first : first + count])
         ids = self._take_rows(prefetch, index, len(wanted))

@@ -1122,6 +1122,12 @@ class RadixTree:
         path, depth = self._walk(self.root, key, key.data, length - length % self.page_size)
         return Boundary(path[-1], depth) if path else Boundary(self.root, 0)
 
+    def known_boundary(self, key: RadixKey, length: int) -> Boundary:
+        """The same of what the tree knows of `key[:length]`, be it that only storage has it: below
+        that there may be host copies, which a lock of this boundary keeps, too."""
+        path, depth = self._known(key, length - length % self.page_size)
+        return Boundary(path[-1], depth) if path else Boundary(self.root, 0)
+
     def presence(self, key: RadixKey, length: int) -> list[Flags]:
         """Per component, which pages of `key[:length]` are on device or host, be they in reach or
         not (a state: at the page that it ends)."""

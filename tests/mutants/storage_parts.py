@@ -129,8 +129,8 @@ MUTANTS: Final = [
         rule="§10.5",
         harm="the base goes while its window is read, and all was in vain",
         file=PREFETCH,
-        old="tree.inc_host_lock_ref(tree.base_boundary(prefetch.key, parts.goal))",
-        new="tree.inc_host_lock_ref(tree.base_boundary(prefetch.key, 0))",
+        old="tree.inc_host_lock_ref(tree.known_boundary(prefetch.key, parts.goal))",
+        new="tree.inc_host_lock_ref(tree.known_boundary(prefetch.key, 0))",
         test=CASES + "test_b55_a_time_limit_holds_while_a_window_or_a_state_is_pending",
     ),
     Mutant(

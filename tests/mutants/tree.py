@@ -304,12 +304,12 @@ MUTANTS: Final = [
         file=FULL,
         old=(
             "for node in path:\n"
-            "            data = node.data[index]\n"
+            "            data = node.base\n"
             "            locks = data.lock_ref = data.lock_ref + 1"
         ),
         new=(
             "for node in path[:1]:\n"
-            "            data = node.data[index]\n"
+            "            data = node.base\n"
             "            locks = data.lock_ref = data.lock_ref + 1"
         ),
         test="tests/tree/test_locks.py::test_a_lock_holds_every_node_to_the_root",
@@ -427,7 +427,7 @@ MUTANTS: Final = [
         harm="state is lost that could have been demoted",
         file=RADIX,
         old=(
-            "if node.data[BASE].host_value is None:\n"
+            "if node.base.host_value is None:\n"
             "            return self.evict_host_leaf(node, eviction)"
         ),
         new=("if node.end:\n            return self.evict_host_leaf(node, eviction)"),
@@ -438,7 +438,7 @@ MUTANTS: Final = [
         rule="§2.2",
         harm="host rows hang below nothing: a leak",
         file=RADIX,
-        old="if node.children and not node.data[BASE].stored:",
+        old="if node.children and not node.base.stored:",
         new="if node.end < 0:",
         test="tests/tree/test_eviction.py::test_an_unbacked_leaf_takes_what_only_the_host_has_below_it",
     ),

@@ -65,11 +65,13 @@ class Node:
     a base value on the device, on the host, and on any tier; they make the leaf predicates O(1).
     `only`: its one child, or None when there are more, or when a look at the edge would cost more
     than finding it by its first page; never the root's, whose children differ by namespace.
+    `base`: the first of `data`.
     `is_gap`: it is nowhere, above host copies that were held when it went (semantics §6.4).
     """
 
     __slots__ = (
         "__weakref__",
+        "base",
         "child_key",
         "children",
         "created",
@@ -105,6 +107,7 @@ class Node:
         self.parent = parent
         self.namespace = namespace
         self.data = data
+        self.base = data[BASE]
         self.created = created
         self.priority = priority
         self.children: dict[bytes, Node] = {}

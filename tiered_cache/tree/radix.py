@@ -114,6 +114,8 @@ class RadixTree:
         """Rises whenever there may be more to match on the device than before."""
         self._policies = (policy, host_policy)
         self._mirrors_are_spare = mirrors_are_spare
+        self._has_priorities = False
+        """Whether any node may have another than 0."""
         self._debris: list[Node] = []
         self._plant()
 
@@ -219,7 +221,7 @@ class RadixTree:
             at = depth * TOKEN_BYTES
             child = node.only
             if child is not None and child.end <= length and data.startswith(child.key, at):
-                base = child.data[BASE]  # as below, with half of the memory looked at
+                base = child.base  # as below, with half of the memory looked at
                 if base.value is None and base.host_value is None:
                     break
                 path.append(child)
@@ -229,7 +231,7 @@ class RadixTree:
             child = node.children.get(page if depth else key.root_prefix + page)
             if child is None:
                 break
-            base = child.data[BASE]
+            base = child.base
             if base.value is None and base.host_value is None:
                 break  # dead: known to the tree, but only storage may have it
             path.append(child)
@@ -326,7 +328,7 @@ class RadixTree:
                 reached = self._common_depth(edge, data, depth, min(end, length), overlap)
                 if reached < end:
                     child, end = self._split_node(child, reached), reached
-            if end > owned or child.data[BASE].value is None:
+            if end > owned or child.base.value is None:
                 for component in self._cutting_overlaps:
                     cut = component.overlap_cut(child, depth, params)
                     if cut is not None:
@@ -341,11 +343,17 @@ class RadixTree:
             path.append(node)
         if depth < owned and depth < length:
             raise stale_prefix(owned, depth)
-        for node in path:
-            if node.end > inserted_len:
-                node.hit_count += 1  # 5.8: once per request and node
-            if priority > node.priority:
-                node.priority = priority
+        if priority:
+            self._has_priorities = True
+        if inserted_len or self._has_priorities:
+            for node in path:
+                if node.end > inserted_len:
+                    node.hit_count += 1  # 5.8: once per request and node
+                if priority > node.priority:
+                    node.priority = priority
+        else:  # as nearly always: one step for each node
+            for node in path:
+                node.hit_count += 1
         self._stamp += 1
         self.growth += 1
         if depth < length:
@@ -399,7 +407,7 @@ class RadixTree:
         complete = start if component == BASE else stop
         path, depth = self._known(key, stop)
         for node in path:
-            base = node.data[BASE]
+            base = node.base
             if node.start < complete and base.value is None and base.host_value is None:
                 return None, ids
         if depth < complete:
@@ -691,7 +699,7 @@ class RadixTree:
                 receipt.node, receipt.tier, receipt.parts[component]
             )
             receipt.parts[component] = None
-            if receipt.node.data[BASE].value is None:
+            if receipt.node.base.value is None:
                 self._prune(receipt.node)
 
     def _acquire(
@@ -717,7 +725,7 @@ class RadixTree:
             part = receipt.parts[component.index]
             if part is not None:
                 component.release_component_lock(receipt.node, tier, part)
-        if receipt.node.data[BASE].value is None:
+        if receipt.node.base.value is None:
             self._prune(receipt.node)  # what nobody has any more may have stood for its locks only
 
     def cut(self, boundary: Boundary) -> Node:
@@ -847,7 +855,7 @@ class RadixTree:
 
         False, and nothing changes, when it cannot go.
         """
-        if node.data[BASE].host_value is None:
+        if node.base.host_value is None:
             return self.evict_host_leaf(node, eviction)
         for component in self._upwards:
             if node.data[component.index].value is not None:
@@ -875,10 +883,10 @@ class RadixTree:
         the device, it goes alone (6.4): a host lock keeps no page of the device, on which others
         count. What is below is out of reach until it is filled. Else False, and nothing changes.
         """
-        if node.children and not node.data[BASE].stored:
+        if node.children and not node.base.stored:
             below = list(self._subtree(node))
             if any(map(_is_held_host_copy, below)):
-                base = node.data[BASE]
+                base = node.base
                 if base.value is None and not base.host_lock_ref:
                     return False
                 node.is_gap = True
@@ -889,7 +897,7 @@ class RadixTree:
         return True
 
     def _drop(self, node: Node, eviction: Eviction) -> None:
-        base = node.data[BASE]
+        base = node.base
         if not base.stored and (base.value is not None or base.host_value is not None):
             eviction.dropped_tokens += node.end - node.start
         for component in self._upwards:
@@ -904,7 +912,7 @@ class RadixTree:
         """Take out a node that stands for nothing, and its ancestors that only stood for it
         (7.5)."""
         while node.parent is not None and not node.children:
-            base = node.data[BASE]
+            base = node.base
             if (
                 base.value is not None
                 or base.host_value is not None
@@ -1064,7 +1072,7 @@ class RadixTree:
         return eviction.result()
 
     def _forget_stored(self, node: Node, eviction: Eviction, *, tells: bool = True) -> None:
-        base = node.data[BASE]
+        base = node.base
         if base.value is None and base.host_value is None and node.children:
             below = list(self._subtree(node))
             if any(_is_held_host_copy(other) for other in below):

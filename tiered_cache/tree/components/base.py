@@ -117,7 +117,9 @@ class Eviction:
         self.dropped_tokens = 0
 
     def result(self) -> EvictResult:
-        return EvictResult(join_each(self.device), join_each(self.host), self.dropped_tokens)
+        device = join_each(self.device)
+        host = join_each(self.host) if any(self.host) else (NO_PAGES,) * len(device)
+        return EvictResult(device, host, self.dropped_tokens)
 
 
 class TreeComponent(ABC):

@@ -51,10 +51,9 @@ class FullComponent(TreeComponent):
     def collect(self, path: Sequence[Node], start: int, stop: int) -> PageIds:
         if start >= stop:
             return NO_PAGES
-        index = self.index
         if start:
             path = [node for node in path if node.end > start]
-        parts = [node.data[index].value for node in path]
+        parts = [node.base.value for node in path]
         if parts[-1] is None:
             raise StaleError("the pages of this boundary have left the device: match again")
         end = path[-1].end
@@ -64,9 +63,8 @@ class FullComponent(TreeComponent):
         return ids[len(ids) - (stop - start) // self.page_size :] if start else ids
 
     def touch(self, path: Sequence[Node], stamp: int) -> None:
-        index = self.index
         for node in path:
-            data = node.data[index]
+            data = node.base
             if data.stamp != stamp:
                 data.stamp = stamp
                 if data.queue is not None or data.mirror_rank >= 0:
@@ -109,7 +107,7 @@ class FullComponent(TreeComponent):
         size, index, leaves, parent = self.page_size, self.index, self.leaves, leaf.parent
         assert parent is not None, "a leaf hangs somewhere"
         ids = own(params.pages[index][start // size : leaf.end // size])
-        data, above = leaf.data[index], parent.data[index]
+        data, above = leaf.base, parent.base
         data.value = ids
         data.queue = leaves.device
         leaves.touch(leaf)
@@ -181,9 +179,9 @@ class FullComponent(TreeComponent):
     def acquire_component_lock(self, path: Sequence[Node], tier: Tier, start: int) -> int:
         if tier is not DEVICE:
             return self._acquire_host(path, start)
-        index, num_pages = self.index, 0
+        num_pages = 0
         for node in path:
-            data = node.data[index]
+            data = node.base
             locks = data.lock_ref = data.lock_ref + 1
             if locks == 1:
                 if data.value is not None:
@@ -198,9 +196,9 @@ class FullComponent(TreeComponent):
         if tier is not DEVICE:
             self._release_host(node, part)
             return
-        index, num_pages, parent = self.index, 0, node.parent
+        num_pages, parent = 0, node.parent
         while parent is not None:
-            data = node.data[index]
+            data = node.base
             locks = data.lock_ref = data.lock_ref - 1
             if not locks:
                 if data.value is not None:

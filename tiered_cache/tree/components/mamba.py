@@ -172,16 +172,21 @@ class MambaComponent(SparseComponent):
         """A state has come to stand at `last`: those above it that the path can do without become
         the oldest. Roughly: who is to go is looked at again (`_can_spare`), and most states come
         to go with their path."""
-        index = self.index
-        kept, others = [last], list[int]()
+        index, num_states = self.index, 0
         node = last.parent
-        while node is not None and node.parent is not None:  # `_above`: every state comes by here
+        while node is not None:  # every state comes by here, and most paths have few
             data = node.data[index]
-            if data.stamp >= 0 and (data.value is not None or data.host_value is not None):
+            if data.value is not None or data.host_value is not None:
+                num_states += 1
+            node = node.parent
+        if num_states <= 1 + self._states_per_path:
+            return
+        kept, others = [last], list[int]()
+        for node in self._above(last):
+            if node.data[index].stamp >= 0 and self.has(node, False):
                 if len(node.children) == 1:
                     others.append(len(kept))
                 kept.append(node)
-            node = node.parent
         if others and others[-1] == len(kept) - 1:
             others.pop()  # the first
         while len(others) > self._states_per_path:

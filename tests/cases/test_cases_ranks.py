@@ -22,7 +22,8 @@ from tiered_cache.errors import RanksError, StaleError
 from tiered_cache.prefetch import PrefetchHandle
 from tiered_cache.storage.backend import ReadResult
 from tiered_cache.testing.faulty_backend import CallGate
-from tiered_cache.types import MatchPrefixParams
+from tiered_cache.tree.components.base import Eviction
+from tiered_cache.types import MatchPrefixParams, Tier
 
 A: Final = seq("A", 32)
 
@@ -419,6 +420,60 @@ async def test_b91_windows_and_states_that_storage_has_on_one_rank(
         for r in rigs:
             assert all(pool.protected == 0 for pool in r.stats.host.values())
             assert r.cache.outstanding() == []
+
+
+@pytest.mark.parametrize("stack", STACKS)
+@pytest.mark.parametrize("seed", range(6))
+@on_virtual_clock
+async def test_b91_windows_and_states_that_device_and_host_have_on_one_rank(
+    stack: str, seed: int
+) -> None:
+    """B91: leases begin where each rank can, on device or host, though that is the longest of
+    none."""
+    rng = random.Random(f"{stack} {seed}")
+    tokens = seq("A", 64)
+    stores = [Store(), Store()]
+    tiers = functools.partial(hybrid_tiers, stack)
+    async with some_ranks(stores=stores, storage=PATIENT, tiers=tiers) as (rigs, _):
+        for stop in range(8, 65, 8):
+            await on_all(*[r.serve(tokens[:stop]) for r in rigs])
+            await on_all(*[r.cache.drain() for r in rigs])
+        common = set(range(64))
+        for r, store in zip(rigs, stores, strict=True):
+            store.rows.clear()
+            for name in STACKS[stack][1:]:
+                lost = [node for node in r.cache.tree.nodes() if rng.random() < 0.4]
+                give_up(r, name, lost, on_host=True)
+                give_up(r, name, lost if rng.random() < 0.5 else lost[::2], on_host=False)
+            common &= {
+                stop
+                for stop in range(64)
+                if r.cache.tree.match_prefix(MatchPrefixParams(RadixKey(tokens), stop)).best_length
+                == stop
+            }
+        leases = await on_all(*[r.lease(tokens) for r in rigs])
+        assert [lease.prefix_len for lease in leases] == [max(common)] * 2
+        for r, lease in zip(rigs, leases, strict=True):
+            r.check()
+            lease.close()
+        await on_all(*[r.cache.drain() for r in rigs])
+        assert [r.cache.outstanding() for r in rigs] == [[], []]
+
+
+def give_up(r: Rig, name: str, nodes: list[Any], *, on_host: bool) -> None:
+    """Tombstones of a component at these nodes, on one tier, as an eviction leaves them."""
+    tree, controller = r.cache.tree, r.cache._controller
+    (component,) = [each for each in tree.components if each.id == name]
+    tier = Tier.HOST if on_host else Tier.DEVICE
+    eviction = Eviction(tier, len(tree.components))
+    for node in nodes:
+        data = node.data[component.index]
+        if (data.host_value if on_host else data.value) is not None:
+            component.evict_component(node, tier, eviction)
+    assert controller.host_pages is not None
+    given_up = eviction.result()
+    controller.host_pages.give_back(given_up.host)
+    controller.accounts.give_back(given_up.device)
 
 
 @pytest.mark.parametrize("who", [0, 1])

@@ -24,7 +24,7 @@ PER_CI_RUN: Final = 3_050
 PER_SOAK: Final = 100_000
 
 PER_PIECE: Final = 20
-PIECES_PER_PROCESS: Final = 100
+PER_PROCESSES: Final = 4_000
 
 MOST_FOUND: Final = 10
 """Of more there is no need: a run that finds so many ends."""
@@ -143,13 +143,16 @@ def play_some(seeds: range) -> list[Played | str]:
 
 
 def play_all(seeds: range) -> Iterator[Played | str]:
-    """On all processors there are for it. A process plays some thousand: what the oracle
-    remembers, and the classes that each schedule makes, would take gigabytes in the end."""
+    """On all processors there are for it. Processes play some thousand and end: what the oracle
+    remembers, and the classes that each schedule makes, would take gigabytes."""
+    for at in range(0, len(seeds), PER_PROCESSES):
+        yield from _play_all(seeds[at : at + PER_PROCESSES])
+
+
+def _play_all(seeds: range) -> Iterator[Played | str]:
     pieces = [seeds[at : at + PER_PIECE] for at in range(0, len(seeds), PER_PIECE)]
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(
-        len(os.sched_getaffinity(0)), mp_context=context, max_tasks_per_child=PIECES_PER_PROCESS
-    ) as processes:
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=context) as processes:
         try:
             for played in processes.map(play_some, pieces):
                 yield from played

@@ -38,7 +38,7 @@ from tiered_cache.storage.health import HealthState
 from tiered_cache.testing.component_scene import legal_depths, pages_there
 from tiered_cache.testing.faulty_backend import Call, Fault, FaultyBackend, flipped, short, torn
 from tiered_cache.testing.oracle import _digests, _row, path_tokens
-from tiered_cache.tree.node import BASE
+from tiered_cache.tree.node import BASE, Node
 from tiered_cache_memory import Kept, MemoryBackend
 
 if TYPE_CHECKING:
@@ -689,6 +689,26 @@ class ThirdTier:
                     lease.commit(chunk)
             await cache.drain()
 
+    def _stuck(self, key: RadixKey) -> list[int]:
+        """By component, pages of the host that cannot make room, off the path of `key`: the device
+        has them, too, and storage is not believed to (8.3)."""
+        tree = self.schedule.cache.tree
+        counts = [0] * len(tree.components)
+        if tree.leaves.mirrors_are_spare:
+            return counts
+        own, _ = tree._known(key, len(key))
+        held: set[Node] = set()
+        for node in reversed(list(tree.nodes())):
+            for at, part in enumerate(node.data):
+                if part.host_value is None:
+                    continue
+                is_stuck = part.value is not None and not part.stored
+                if at == BASE:
+                    is_stuck = is_stuck or any(map(held.__contains__, node.children.values()))
+                    held |= {node} if is_stuck else set()
+                counts[at] += len(part.host_value) * (is_stuck and node not in own)
+        return counts
+
     def _can_be_had(self, salt: str, data: bytes, hit: int) -> int:
         """How much of a prefix a prefetch must come to, by pages, if nobody else does anything and
         the first `hit` tokens are there already: what storage has, as far as there is room."""
@@ -701,9 +721,12 @@ class ThirdTier:
         fine = [[*map(self._is_fine, self._objects(salt, data, at))] for at in range(len(roles))]
         both = [list(map(any, zip(*pair, strict=True))) for pair in zip(there, fine, strict=True)]
         # Its own prefix is held meanwhile, and so takes room where there is little.
+        stuck = self._stuck(key)
         rooms = [
-            min(quota, allocator.capacity - sum(have))
-            for quota, allocator, have in zip(self._quotas(), allocators, there, strict=True)
+            min(quota, allocator.capacity - sum(have) - stuck[at])
+            for at, (quota, allocator, have) in enumerate(
+                zip(self._quotas(), allocators, there, strict=True)
+            )
         ]
         lacking = {
             depth: [

@@ -39,8 +39,8 @@ class Parts:
         most: tokens; there was no room for a longer prefix.
         common: boundaries that all ranks can have; None: there are no others.
         goal: tokens; the boundary that it goes for.
-        ground: holds what is there up to the goal, until the rest has come; then the boundary that
-            a lease of this very prompt can use, of which a token is always computed.
+        ground: holds what is there of what the goal needs, until the rest has come; then of the
+            boundary that a lease of this very prompt can use, of which a token is always computed.
     """
 
     __slots__ = ("common", "goal", "ground", "most", "stored")
@@ -140,8 +140,10 @@ class PrefetchesOfParts(Prefetches):
         """And what there is up to the goal: the best boundary may end above it, until all has come,
         and what is missing may be above what the host has."""
         hit, parts, tree = super()._hold(prefetch, limit), prefetch.parts, self._tree
-        ground = parts.ground
-        parts.ground = tree.inc_host_lock_ref(tree.known_boundary(prefetch.key, parts.goal))
+        ground, boundary = parts.ground, tree.known_boundary(prefetch.key, parts.goal)
+        needed = [component.pages_needed(parts.goal) for component in tree.components]
+        starts = [pages.start * self._page_size for pages in needed]
+        parts.ground = tree.hold_on_host(boundary, starts)
         if ground is not None:
             tree.let_go(ground)
         return hit

@@ -65,8 +65,8 @@ MUTANTS: Final = [
         rule="§6.4",
         harm="room for the beginning of a prompt is made by giving up its end",
         file=PREFETCH,
-        old="tree.known_boundary(prefetch.key, parts.goal))",
-        new="tree.base_boundary(prefetch.key, parts.goal))",
+        old="tree.known_boundary(prefetch.key, parts.goal)\n",
+        new="tree.base_boundary(prefetch.key, parts.goal)\n",
         test=FOUND + "test_a_prefetch_keeps_what_the_host_has_below_what_is_missing",
     ),
     Mutant(
@@ -129,8 +129,8 @@ MUTANTS: Final = [
         rule="§10.5",
         harm="the base goes while its window is read, and all was in vain",
         file=PREFETCH,
-        old="tree.inc_host_lock_ref(tree.known_boundary(prefetch.key, parts.goal))",
-        new="tree.inc_host_lock_ref(tree.known_boundary(prefetch.key, 0))",
+        old="tree.known_boundary(prefetch.key, parts.goal)\n",
+        new="tree.known_boundary(prefetch.key, 0)\n",
         test=CASES + "test_b55_a_time_limit_holds_while_a_window_or_a_state_is_pending",
     ),
     Mutant(

@@ -678,6 +678,16 @@ class RadixTree:
         """Hold the host state of `[start, boundary)`: a span, through splits (6.4)."""
         return self._acquire(boundary, Tier.HOST, start)
 
+    def hold_on_host(self, boundary: Boundary, starts: Sequence[int]) -> Receipt:
+        """The same, of each component from a start of its own."""
+        node = self.cut(boundary)
+        path = self._path_to(node)
+        parts = [
+            component.acquire_component_lock(path, Tier.HOST, start)
+            for component, start in zip(self.components, starts, strict=True)
+        ]
+        return self.receipts.issue(node, Tier.HOST, parts)
+
     def dec_host_lock_ref(self, receipt: Receipt) -> None:
         """Give a host lock back; errors as `dec_lock_ref`."""
         self._release(receipt, Tier.HOST)

@@ -42,6 +42,8 @@ from tiered_cache.storage_io import ThreadContext
 from tiered_cache.testing.awaits import Coverage, assert_nothing_left, cancel_everywhere
 from tiered_cache.testing.faulty_backend import CallGate
 from tiered_cache.testing.loop import HANG, DeterministicLoop, SeededExecutor, SeededJob
+from tiered_cache.tree.components import swa
+from tiered_cache.types import Boundary
 from tiered_cache_memory import MemoryBackend
 
 NEVER: Final = {
@@ -49,6 +51,8 @@ NEVER: Final = {
     "controller.py HybridCacheController.aclose: async with asyncio.timeout(limit)": "sets a timer",
     "prefix_load.py PrefixLoad.bring: async with asyncio.timeout(timeout) as self._waits": "sets a "
     "timer",
+    "prefix_load.py PrefixLoad.settled: await self._be_promised_again()": "there is room for what a "
+    "load by layers has brought home; if ever there were none, `next_chunk` would go round and round",
     "joint.py JointGrant._admit_after: async with asyncio.timeout(0 if until and until.is_over "
     "else None) as waits": "(same)",
     "prefetch.py Prefetches.wait: async with asyncio.timeout_at(min(ends, default=None))": "(same)",
@@ -619,6 +623,13 @@ with known("mamba"):
         device={"tokens": 16 * P, "ratio": {"mamba": 3 / 16}},
     )
 
+with known("swa"):
+    NINE_PAGES: Final = settings(
+        model={**MODEL, "num_layers": 3, "strategy": "test_swa"},
+        device={"tokens": 9 * P, "ratio": {"swa": 20.01 / 9}},
+        host=HOST,
+    )
+
 OPERATIONS: Final = ("contains", "read", "write", "delete", "clear")
 
 A: Final = seq("A", 16)
@@ -867,6 +878,34 @@ async def a_request_whose_windows_and_states_storage_has() -> AsyncIterator[Work
     async with hybrid_stage() as (s, store):
         make_slow(store)
         yield s.serve([*A, 1])
+
+
+@scenario
+async def a_lease_that_has_lost_its_room_to_a_load() -> AsyncIterator[Work]:
+    """It waits for its place again: when its load has failed, somebody else holds what that held of
+    the device."""
+    prompt = seq("A", 25)
+    with known("swa"), mock.patch.object(swa, "CHUNK_TOKENS", 2 * P):
+        async with stage(config=NINE_PAGES, slow_copies=True) as s:
+            await s.serve(prompt)
+            await s.cache.drain()
+            await s.cache.evict(EvictParams(num_pages={"swa": 1 << 10}))
+            (node,) = s.cache.tree.root.children.values()
+            assert (node.end, s.pool.evictable) == (12, 3)
+
+            async def somebody() -> None:
+                await turns(SLOW_TURNS // 4)  # the load is under way
+                held = s.cache.inc_lock_ref(Boundary(node, 12))
+                await turns(3 * SLOW_TURNS)
+                s.cache.dec_lock_ref(held)
+
+            async def request() -> None:
+                async with s.cache.lease(prompt, reserve=3) as lease:
+                    await s.compute(lease)
+
+            s.other(somebody())
+            with mock.patch.object(s.cache._parts.host.copier, "copy", side_effect=OSError):  # type: ignore[union-attr]
+                yield request()
 
 
 @scenario

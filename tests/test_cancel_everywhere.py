@@ -51,8 +51,8 @@ NEVER: Final = {
     "controller.py HybridCacheController.aclose: async with asyncio.timeout(limit)": "sets a timer",
     "prefix_load.py PrefixLoad.bring: async with asyncio.timeout(timeout) as self._waits": "sets a "
     "timer",
-    "prefix_load.py PrefixLoad.settled: await self._be_promised_again()": "there is room for what a "
-    "load by layers has brought home; if ever there were none, `next_chunk` would go round and round",
+    "prefix_load.py PrefixLoad.settled: await self._be_promised_again()": "there is room for what "
+    "a load by layers has brought home; were there none, `next_chunk` would go round for ever",
     "joint.py JointGrant._admit_after: async with asyncio.timeout(0 if until and until.is_over "
     "else None) as waits": "(same)",
     "prefetch.py Prefetches.wait: async with asyncio.timeout_at(min(ends, default=None))": "(same)",

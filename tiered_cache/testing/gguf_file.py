@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     import numpy as np
@@ -23,6 +23,20 @@ CONTROL_TOKEN: Final = 3
 
 OWN_TOKEN: Final = 4
 """The same, but shown."""
+
+
+OUTSIDE_BLOCKS: Final = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+}
+
+
+def hf_name(name: str, in_block: Mapping[str, str]) -> str:
+    """What transformers calls a tensor of the file; `in_block`: its names within a layer."""
+    parts = name.split(".")
+    if parts[0] == "blk":
+        return f"model.layers.{parts[1]}.{in_block[parts[2]]}.weight"
+    return OUTSIDE_BLOCKS[name]
 
 
 class GgufFile:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from tiered_cache.testing.gguf_file import Architecture
+from tiered_cache.testing.gguf_file import Architecture, hf_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,20 +60,9 @@ def _settings(file: GgufFile) -> dict[str, Any]:
 def _weights(file: GgufFile) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
     """Norms are written as what is multiplied with; transformers keeps them less one."""
     for name, array in file.tensors():
-        yield _hf_name(name), array - 1 if name.endswith("norm.weight") else array
+        yield hf_name(name, _BLOCK_NAMES), array - 1 if name.endswith("norm.weight") else array
 
 
-def _hf_name(name: str) -> str:
-    parts = name.split(".")
-    if parts[0] == "blk":
-        return f"model.layers.{parts[1]}.{_BLOCK_NAMES[parts[2]]}.weight"
-    return _GLOBAL_NAMES[name]
-
-
-_GLOBAL_NAMES: Final = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-}
 _BLOCK_NAMES: Final = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",

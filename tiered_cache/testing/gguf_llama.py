@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from tiered_cache.testing.gguf_file import Architecture
+from tiered_cache.testing.gguf_file import Architecture, hf_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,7 +44,10 @@ def _weights(file: GgufFile) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
     }
     for name, array in file.tensors():
         part = name.split(".")[-2]
-        yield _hf_name(name), _unpermute(array, heads[part]) if part in heads else array
+        yield (
+            hf_name(name, _BLOCK_NAMES),
+            _unpermute(array, heads[part]) if part in heads else array,
+        )
 
 
 def _unpermute(weight: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.float32]:
@@ -58,17 +61,6 @@ def _unpermute(weight: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[n
     )
 
 
-def _hf_name(name: str) -> str:
-    parts = name.split(".")
-    if parts[0] == "blk":
-        return f"model.layers.{parts[1]}.{_BLOCK_NAMES[parts[2]]}.weight"
-    return _GLOBAL_NAMES[name]
-
-
-_GLOBAL_NAMES: Final = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-}
 _BLOCK_NAMES: Final = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",

@@ -136,6 +136,9 @@ async def test_a_copy_to_the_host_that_is_under_way_is_waited_for(stack: str) ->
         r.at_exit(copies.end)
         await publish(r, PROMPT)
         await turns()
+        tree = r.cache.tree
+        while not any(node.data[-1].pending for node in tree.nodes()):
+            await copies.one()  # of what comes before the state: that holds it not
         copies.start()
         await turns()
         granting = start(r.lease(PROMPT))

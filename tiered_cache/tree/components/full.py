@@ -311,10 +311,7 @@ class FullComponent(TreeComponent):
             ids, data.value = data.value, None
             assert ids is not None, "callers have looked"
             parent.device_children -= 1
-            if data.lock_ref:
-                self.device.protected -= len(ids)
-            else:
-                self.device.evictable -= len(ids)
+            self.device.credit(-len(ids), data.lock_ref)
         else:
             ids, data.host_value = data.host_value, None
             assert ids is not None, "callers have looked"

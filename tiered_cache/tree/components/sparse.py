@@ -247,10 +247,7 @@ class SparseComponent(TreeComponent):
         if tier is DEVICE:
             ids, data.value = data.value, None
             assert ids is not None, "callers have looked"
-            if data.lock_ref:
-                self.device.protected -= len(ids)
-            else:
-                self.device.evictable -= len(ids)
+            self.device.credit(-len(ids), data.lock_ref)
         else:
             ids, data.host_value = data.host_value, None
             assert ids is not None, "callers have looked"

@@ -17,6 +17,7 @@ import numpy as np
 from tiered_cache.prefetch import PROBE_PAGES, Prefetch, Prefetches
 from tiered_cache.storage.backend import ReadResult
 from tiered_cache.tree.node import BASE
+from tiered_cache.types import Tier
 
 if TYPE_CHECKING:
     import asyncio
@@ -143,7 +144,7 @@ class PrefetchesOfParts(Prefetches):
         ground, boundary = parts.ground, tree.known_boundary(prefetch.key, parts.goal)
         needed = [component.pages_needed(parts.goal) for component in tree.components]
         starts = [pages.start * self._page_size for pages in needed]
-        parts.ground = tree.hold_on_host(boundary, starts)
+        parts.ground = tree.hold_each(boundary, Tier.HOST, starts)
         if ground is not None:
             tree.let_go(ground)
         return hit

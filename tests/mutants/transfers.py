@@ -103,9 +103,9 @@ MUTANTS: Final = [
         rule="§9.5",
         harm="pages are evicted and written while they are copied: wrong bytes on the host",
         file=RADIX,
-        old="        receipt = self._acquire(boundary, DEVICE, start, holds)\n",
+        old="        receipt = self.hold_each(boundary, DEVICE, starts)\n",
         new=(
-            "        receipt = self._acquire(boundary, DEVICE, start, holds)\n"
+            "        receipt = self.hold_each(boundary, DEVICE, starts)\n"
             "        if target is not DEVICE:\n"
             "            self.release(receipt, component)\n"
         ),

@@ -678,15 +678,15 @@ class RadixTree:
         """Hold the host state of `[start, boundary)`: a span, through splits (6.4)."""
         return self._acquire(boundary, Tier.HOST, start)
 
-    def hold_on_host(self, boundary: Boundary, starts: Sequence[int]) -> Receipt:
-        """The same, of each component from a start of its own."""
+    def hold_each(self, boundary: Boundary, tier: Tier, starts: Sequence[int | None]) -> Receipt:
+        """Hold of each component what it has of `[start, boundary)` on a tier; None: nothing."""
         node = self.cut(boundary)
         path = self._path_to(node)
         parts = [
-            component.acquire_component_lock(path, Tier.HOST, start)
+            None if start is None else component.acquire_component_lock(path, tier, start)
             for component, start in zip(self.components, starts, strict=True)
         ]
-        return self.receipts.issue(node, Tier.HOST, parts)
+        return self.receipts.issue(node, tier, parts)
 
     def dec_host_lock_ref(self, receipt: Receipt) -> None:
         """Give a host lock back; errors as `dec_lock_ref`."""
@@ -712,21 +712,15 @@ class RadixTree:
             if receipt.node.base.value is None:
                 self._prune(receipt.node)
 
-    def _acquire(
-        self, boundary: Boundary, tier: Tier, start: int, only: Sequence[int] | None = None
-    ) -> Receipt:
-        """`only`: what the receipt is of; None: of all components."""
+    def _acquire(self, boundary: Boundary, tier: Tier, start: int) -> Receipt:
         node, depth = boundary
         path = self._path_to(node)
         if node.end != depth or (path[-1].parent if path else node) is not self.root:
             node = self.cut(boundary)
             path = self._path_to(node)
-        if only is None:
-            parts = [each.acquire_component_lock(path, tier, start) for each in self.components]
-        else:
-            parts = [None] * len(self.components)
-            for index in {*only}:
-                parts[index] = self.components[index].acquire_component_lock(path, tier, start)
+        parts = [
+            component.acquire_component_lock(path, tier, start) for component in self.components
+        ]
         return self.receipts.issue(node, tier, parts)
 
     def _release(self, receipt: Receipt, tier: Tier) -> None:
@@ -976,7 +970,8 @@ class RadixTree:
         its nodes say that it is pending (9.2). Of windows and states no more than that source is
         held: whoever holds a window needs room for all of it."""
         holds = (BASE,) if target is DEVICE else (BASE, component)
-        receipt = self._acquire(boundary, DEVICE, start, holds)
+        starts = [start if index in holds else None for index in range(len(self.components))]
+        receipt = self.hold_each(boundary, DEVICE, starts)
         source = self.inc_host_lock_ref(boundary, start) if target is DEVICE else None
         pinned = Pinned(component, start, receipt, source)
         self._mark(pinned, transfer)

@@ -578,8 +578,8 @@ class HybridCacheController:
         progress = [load.progress for load in loads if load.progress is not None]
         return LayerWaits(progress, self._thread)
 
-    def raise_fence(self, ids: PageIds, ready: Any, on_lift: Callable[[], None]) -> Fence:
-        """Pages are published that a device has not written yet.
+    def raise_fence(self, ids: Sequence[PageIds], ready: Any, on_lift: Callable[[], None]) -> Fence:
+        """Ids of each component are published that a device has not written yet.
 
         Raises:
             TypeError: `ready` is nothing to wait for.

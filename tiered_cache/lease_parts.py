@@ -10,21 +10,24 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from tiered_cache.errors import StaleError
-from tiered_cache.tree.components.base import NO_PAGES
-from tiered_cache.types import NO_PAGE, Tier
+from tiered_cache.tree.components.base import NO_PAGES, join
+from tiered_cache.types import NO_PAGE, Boundary, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tiered_cache.accounts import PageAccounts
+    from tiered_cache.fences import LeaseFences
     from tiered_cache.page_table import PageTable
     from tiered_cache.tree.components.base import TreeComponent
     from tiered_cache.tree.locks import Receipt
+    from tiered_cache.tree.node import Node
+    from tiered_cache.tree.radix import RadixTree
     from tiered_cache.types import PageIds
 
 
@@ -37,6 +40,13 @@ class StateCopy(NamedTuple):
     target: int
 
 
+class Hold(NamedTuple):
+    """What a lease held of the tree: `parts` of the receipt that ended at `node`."""
+
+    node: Node
+    parts: Sequence[Any]
+
+
 class LeasePart(ABC):
     """A lease's part of one component.
 
@@ -46,11 +56,18 @@ class LeasePart(ABC):
             tree's, and there may be no slot to go on with for a while. `is_short`: it is less.
     """
 
-    __slots__ = ("_accounts", "_component", "_table", "index", "is_short", "promised")
+    __slots__ = ("_accounts", "_component", "_fences", "_table", "index", "is_short", "promised")
 
-    def __init__(self, component: TreeComponent, table: PageTable, accounts: PageAccounts) -> None:
+    def __init__(
+        self,
+        component: TreeComponent,
+        table: PageTable,
+        accounts: PageAccounts,
+        fences: LeaseFences,
+    ) -> None:
         self._component = component
         self._accounts = accounts
+        self._fences = fences
         self._table = table
         self.index = component.index
         self.promised = 0
@@ -78,9 +95,42 @@ class LeasePart(ABC):
     def unspent(self, num_pages: int) -> int:
         """Ids that a lease of so many pages may still take."""
 
+    @property
+    def num_left(self) -> int:
+        """Ids that it has given up under a fence, and takes first."""
+        return self._fences.num_left(self.index)
+
     def own_beside_table(self) -> PageIds:
         """Own ids that the lease's table does not name."""
         return NO_PAGES
+
+    def under_run(self, first: int, last: int) -> PageIds:
+        """Ids that a run over these pages may have written."""
+        ids = self._ids[first:last]
+        return join([ids[ids != NO_PAGE], self.own_beside_table()])
+
+    def would_leave(self, stop: int) -> int:
+        """Ids that the lease would hold of the tree no longer, if it held `[0, stop)`; at most."""
+        return 0
+
+    def keep_left(self, tree: RadixTree, before: Hold, receipt: Receipt) -> None:
+        """`receipt` has come to hold less than it did before: as long as the fences stand that
+        stand now, somebody holds the rest."""
+        component, index, part = self._component, self.index, before.parts[self.index]
+        if part is None:
+            return
+        still = set(component.held(receipt.node, Tier.DEVICE, receipt.parts[index]))
+        was = component.held(before.node, Tier.DEVICE, part)
+        left = [node for node in was if node not in still and node.data[index].value is not None]
+        starts: list[int | None] = [None] * len(before.parts)
+        starts[index] = component.held_from(before.node.end, part)
+        while left:  # a lock reaches less far up than one from before the nodes were split
+            kept = tree.hold_each(Boundary(left[0], left[0].end), Tier.DEVICE, starts)
+            held = list(component.held(kept.node, Tier.DEVICE, kept.parts[index]))
+            values = [node.data[index].value for node in held]
+            ids = join([value for value in values if value is not None])
+            self._fences.keep(index, ids, kept)
+            left = [node for node in left[1:] if node not in held]
 
     def held(self, receipt: Receipt) -> None:
         """The lease holds what `receipt` does, and its table names it: of this component no more
@@ -147,8 +197,14 @@ class WindowPart(LeasePart):
 
     __slots__ = ("_committed", "_num_held")
 
-    def __init__(self, component: TreeComponent, table: PageTable, accounts: PageAccounts) -> None:
-        super().__init__(component, table, accounts)
+    def __init__(
+        self,
+        component: TreeComponent,
+        table: PageTable,
+        accounts: PageAccounts,
+        fences: LeaseFences,
+    ) -> None:
+        super().__init__(component, table, accounts, fences)
         self.drop()
 
     def drop(self) -> None:
@@ -161,7 +217,12 @@ class WindowPart(LeasePart):
         own = int(np.count_nonzero(is_own))
         held = self._num_held + own
         to_come = num_pages - self._committed - own
-        return max(0, min(to_come, self._component.footprint(num_pages) - held))
+        most = min(to_come, self._component.footprint(num_pages) - held)
+        return max(0, most - self.num_left)
+
+    def would_leave(self, stop: int) -> int:
+        needed = self._component.needed_from(stop) // self._size
+        return max(0, min(self._committed, needed) - (self._committed - self._num_held))
 
     def held(self, receipt: Receipt) -> None:
         super().held(receipt)
@@ -214,8 +275,14 @@ class StatePart(LeasePart):
         "_slot_depth",
     )
 
-    def __init__(self, component: TreeComponent, table: PageTable, accounts: PageAccounts) -> None:
-        super().__init__(component, table, accounts)
+    def __init__(
+        self,
+        component: TreeComponent,
+        table: PageTable,
+        accounts: PageAccounts,
+        fences: LeaseFences,
+    ) -> None:
+        super().__init__(component, table, accounts, fences)
         self.drop()
 
     def drop(self) -> None:
@@ -236,7 +303,8 @@ class StatePart(LeasePart):
         return needed if self._accounts.spare(self.index) < needed else 0
 
     def unspent(self, num_pages: int) -> int:
-        return max(0, self._component.footprint(num_pages) - (self._slot != NO_PAGE))
+        own = (self._slot != NO_PAGE) + self.num_left
+        return max(0, self._component.footprint(num_pages) - own)
 
     @property
     def lacks_slot(self) -> bool:
@@ -270,7 +338,7 @@ class StatePart(LeasePart):
             self._kept, self._kept_depth, self._slot = self._slot, start, NO_PAGE
         source = self._source(start)
         if self._slot == NO_PAGE:
-            self._slot = int(self._accounts.take_of(self.index, 1)[0])
+            self._slot = int(self._fences.take_of(self.index, 1)[0])
         self._begun_at = self._slot_depth = -1
         self._is_prepared = True
         return [StateCopy(self.index, source, self._slot)]
@@ -287,11 +355,12 @@ class StatePart(LeasePart):
 
     def _may_keep(self) -> bool:
         """Whether there is a slot beside what is promised: keeping a state is not."""
-        return self._kept != NO_PAGE or self._accounts.spare(self.index) >= 1
+        spare = self._accounts.spare(self.index) + self.num_left
+        return self._kept != NO_PAGE or spare >= 1
 
     def _give_up_kept(self) -> None:
         if self._kept != NO_PAGE:
-            self._accounts.allocators[self.index].free(np.array([self._kept], np.int32))
+            self._fences.give_back_of(self.index, np.array([self._kept], np.int32))
             self._kept, self._kept_depth = NO_PAGE, -1
 
     def run_ended(self, depth: int, *, was_touched: bool) -> PageIds:
@@ -354,22 +423,25 @@ class LeaseParts:
     """All that a lease has of such components.
 
     Args:
+        fences: what is given up goes home through them.
         num_pages: of the lease, prompt and reserve.
     """
 
-    __slots__ = ("_accounts", "_all", "_is_closed", "_num_pages", "_states", "_windows")
+    __slots__ = ("_accounts", "_all", "_fences", "_is_closed", "_num_pages", "_states", "_windows")
 
     def __init__(
         self,
         components: Sequence[TreeComponent],
         table: PageTable,
         accounts: PageAccounts,
+        fences: LeaseFences,
         num_pages: int,
     ) -> None:
         self._accounts = accounts
+        self._fences = fences
         self._num_pages = num_pages
         self._is_closed = False
-        given = table, accounts
+        given = table, accounts, fences
         self._windows = [WindowPart(part, *given) for part in components if part.is_per_page]
         self._states = [StatePart(part, *given) for part in components if not part.is_per_page]
         self._all: list[LeasePart] = [*self._windows, *self._states]
@@ -422,12 +494,16 @@ class LeaseParts:
 
     def lacking(self, num_pages: int) -> list[tuple[int, int]]:
         """Per component, ids beyond the promise that so many more pages of the sequence take."""
-        return [(part.index, max(0, num_pages - part.promised)) for part in self._windows]
+        return [
+            (part.index, max(0, num_pages - part.num_left - part.promised))
+            for part in self._windows
+        ]
 
     def num_pages_to_come(self) -> int:
         """How many more pages of the sequence there can be, of all that is promised or spare."""
+        spare = self._accounts.spare
         return min(
-            (part.promised + max(0, self._accounts.spare(part.index)) for part in self._windows),
+            (part.num_left + part.promised + max(0, spare(part.index)) for part in self._windows),
             default=sys.maxsize,
         )
 
@@ -460,7 +536,7 @@ class LeaseParts:
         instead. None: nothing, for there is no slot to go on with."""
         stop = min(part.publishable(stop) for part in self._all)
         for part in () if self._is_closed else self._states:
-            spare = self._accounts.spare(part.index) + released[part.index]
+            spare = self._accounts.spare(part.index) + released[part.index] + part.num_left
             if part.costs_promise(stop) and spare < 1:
                 return None
         return stop
@@ -472,6 +548,22 @@ class LeaseParts:
             <= max(0, self._accounts.spare(part.index)) + would_release[part.index]
             for part in self._states
         )
+
+    def would_leave(self, stop: int) -> list[tuple[int, int]]:
+        """Per component, ids that the lease would hold of the tree no longer, if it held
+        `[0, stop)`: under a fence there must be room for them."""
+        return [(part.index, part.would_leave(stop)) for part in self._all]
+
+    def keep_left(self, tree: RadixTree, before: Hold, receipt: Receipt) -> None:
+        """The lease holds what `receipt` does, and no longer what it held before: if a fence
+        stands, that stays where it is until it is lifted."""
+        if self._fences.keeps:
+            for part in self._all:
+                part.keep_left(tree, before, receipt)
+
+    def under_run(self, first: int, last: int) -> list[tuple[int, PageIds]]:
+        """Per component, ids that a run over these pages may have written."""
+        return [(part.index, part.under_run(first, last)) for part in self._all]
 
     def offer(self, stop: int) -> None:
         """`[0, stop)` is about to be published."""
@@ -517,7 +609,8 @@ class LeaseParts:
         nor what is computed again when the next run fails (semantics §11.6)."""
         safe = [part.safe_depth for part in self._states]
         for part in self._windows:
-            self._free(part, part.left_behind(own_from, depth, (*ends, *safe)))
+            left = part.left_behind(own_from, depth, (*ends, *safe))
+            self._fences.leave_behind(part.index, left)
 
     def cut(self, depth: int) -> None:
         """What follows `depth` is dropped, and the table cut by its owner."""
@@ -545,5 +638,4 @@ class LeaseParts:
         return {part.index: part.slot for part in self._states}
 
     def _free(self, part: LeasePart, ids: PageIds) -> None:
-        if len(ids):
-            self._accounts.allocators[part.index].free(ids)
+        self._fences.give_back_of(part.index, ids)

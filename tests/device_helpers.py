@@ -62,6 +62,7 @@ class Device:
         self._oracle = oracle
         self._work: deque[tuple[Launched | None, Callable[[], None]]] = deque()
         self.launched: list[Launched] = []
+        cache._controller.fences.computes_on = True  # as on CUDA
         runs: Any = cache._controller.runs
         self._copy_states = runs._copy_states
         runs._copy_states = self._copy_later

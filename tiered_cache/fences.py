@@ -43,19 +43,25 @@ class Fence:
 
 class Fences:
     """All fences of a cache that stand. There are as many as commits under way, so they are looked
-    through one by one."""
+    through one by one.
 
-    __slots__ = ("_changed", "_standing")
+    `computes_on`: runs are known to go on when they have returned. Where nobody has said so, the
+    first fence does.
+    """
 
-    def __init__(self, changed: Callable[[], None]) -> None:
+    __slots__ = ("_changed", "_standing", "computes_on")
+
+    def __init__(self, changed: Callable[[], None], *, computes_on: bool = False) -> None:
         self._standing: list[Fence] = []
         self._changed = changed
+        self.computes_on = computes_on
 
     def raise_over(self, ids: Sequence[PageIds], on_lift: Callable[[], None]) -> Fence:
         """From now on these ids of each component are not written yet; `on_lift` is called when
         they are."""
         fence = Fence(ids, on_lift)
         self._standing.append(fence)
+        self.computes_on = True
         return fence
 
     def lift(self, fence: Fence) -> None:
@@ -93,6 +99,10 @@ class _Left:
     tree: list[PageIds]
     receipts: Sequence[Receipt] = ()
 
+    @property
+    def is_over(self) -> bool:
+        return self.fences is not None and all(fence.lifted.is_set() for fence in self.fences)
+
 
 class LeaseFences:
     """A lease's fences that stand, and what it has given up under them.
@@ -102,35 +112,31 @@ class LeaseFences:
     The last run's fence comes with the commit that follows it, so what is given up in between waits
     for that, too. The lease itself may take what was its own again, at once: its runs follow each
     other. So a loop that is always ahead of its device needs no more than one that is not.
-
-    Args:
-        computes_on: whether runs are known to go on after they have returned. A fence says so, too.
     """
 
-    __slots__ = ("_accounts", "_computes_on", "_is_open", "_left", "_standing", "_tree")
+    __slots__ = ("_accounts", "_all", "_is_open", "_left", "_standing", "_tree")
 
-    def __init__(self, tree: RadixTree, accounts: PageAccounts, *, computes_on: bool) -> None:
+    def __init__(self, tree: RadixTree, accounts: PageAccounts, fences: Fences) -> None:
         self._tree = tree
         self._accounts = accounts
-        self._computes_on = computes_on
-        self._is_open = False  # a run has ended, and what stands over it is not known
+        self._all = fences
+        self._is_open = False  # a run has returned, and its fence may still come
         self._standing: Sequence[Fence] = ()
         self._left: Sequence[_Left] = ()
 
     # --- fences -----------------------------------------------------------------------------------
 
     def run_ended(self) -> None:
-        """On the host: a fence over it may come."""
-        self._is_open = True
+        """It has returned; where devices compute on, a fence over it may come."""
+        self._is_open = self._all.computes_on
 
     def add(self, fence: Fence) -> None:
         self._standing = [*self._standing, fence]
-        self._computes_on = True
 
-    def settle(self, *, is_committed: bool) -> bool:
-        """What stands over the last run is known: it is committed, or, of runs that are over when
-        they return, the next one is about to come. Whether anything has gone home."""
-        if not self._is_open or (self._computes_on and not is_committed):
+    def settle(self) -> bool:
+        """The fence over the last run stands, or there is none to come. Whether anything has gone
+        home."""
+        if not self._is_open:
             return False
         self._is_open = False
         for batch in self._left:
@@ -144,11 +150,9 @@ class LeaseFences:
         self._let_go(is_stale=is_stale)
 
     def _let_go(self, *, is_stale: bool = False) -> bool:
-        kept, gone = [], []
-        for batch in self._left:
-            stands = batch.fences is None or any(not each.lifted.is_set() for each in batch.fences)
-            (kept if stands else gone).append(batch)
-        self._left = kept
+        gone = [batch for batch in self._left if batch.is_over]
+        if gone:
+            self._left = [batch for batch in self._left if not batch.is_over]
         for batch in gone:
             if is_stale:
                 self._accounts.give_back_stale(batch.own)
@@ -177,11 +181,6 @@ class LeaseFences:
         if len(ids):
             self.give_back(self._accounts.only(index, ids))
 
-    def leave_behind(self, index: int, ids: PageIds) -> None:
-        """Own ids that the lease has moved on from with the run that has just ended."""
-        if len(ids):
-            self._leave(self._accounts.only(index, ids), self._none())
-
     def keep(self, index: int, ids: PageIds, receipt: Receipt) -> None:
         """Ids of the tree that the lease has let go of are held by `receipt` instead."""
         self._leave(self._none(), self._accounts.only(index, ids), receipt)
@@ -193,7 +192,7 @@ class LeaseFences:
     @property
     def keeps(self) -> bool:
         """Whether what is given up now does not go home at once."""
-        return bool(self._standing) or (self._is_open and self._computes_on)
+        return bool(self._standing) or self._is_open
 
     def forget(self) -> None:
         """The lease has ended, and given all of its own back: nobody holds the rest any more."""

@@ -167,9 +167,7 @@ class Lease:
         self._seen = -1  # the tree's growth when it was last matched
         self._load: PrefixLoad | None = None  # what it gets from the host
         # What it has given up under one, too: from that it takes its next pages.
-        self._fences = LeaseFences(
-            controller.tree, controller.accounts, computes_on=controller.stream is not None
-        )
+        self._fences = LeaseFences(controller.tree, controller.accounts, controller.fences)
         # What the table is to name, and from which page on, when the last run has ended.
         self._canonical: Sequence[tuple[int, Sequence[PageIds]]] = ()
         # Without entries until admission has looked: a reserve that can never fit costs no memory.
@@ -782,7 +780,7 @@ class Lease:
             self.settle_promise()
         elif self._deferred and not self._is_using_load:
             if self._deferred >= self._computed:
-                self._settle_left(is_committed=True)
+                self._settle_left()
             self._publish_deferred()
         if self._closed and not self._fences:
             self._end()
@@ -881,7 +879,7 @@ class Lease:
             ready = self._controller.stream.record_event()
         if ready is not None:
             self._raise_fence(chunk, ready)
-        self._settle_left(is_committed=True)
+        self._settle_left()
         return self._publish_when_quiet(chunk.stop)
 
     def _raise_fence(self, chunk: Chunk, ready: Any) -> None:
@@ -892,9 +890,9 @@ class Lease:
                 ids[index] = written
         self._fences.add(self._controller.raise_fence(ids, ready, self._fence_lifted))
 
-    def _settle_left(self, *, is_committed: bool) -> None:
-        """It is known what stands over the last run; see `LeaseFences.settle`."""
-        if self._fences.settle(is_committed=is_committed):
+    def _settle_left(self) -> None:
+        """The fence over the last run stands, or there is none to come."""
+        if self._fences.settle():
             self.settle_promise()
             self._controller.admission.look_again()
 
@@ -926,7 +924,7 @@ class Lease:
         """Publish the whole pages of all that is computed, with a boundary at the prompt's end
         (semantics §5.9)."""
         self.check()
-        self._settle_left(is_committed=True)
+        self._settle_left()
         return self._publish_when_quiet(self._computed)
 
     def suspend(self) -> None:
@@ -1106,7 +1104,6 @@ class Lease:
         table = self.table
         missing = num_pages - table.num_pages
         if missing <= 0:
-            self._settle_left(is_committed=False)
             return
         fresh = max(0, missing - self._fences.num_left(BASE))
         unspent = self.unspent
@@ -1116,7 +1113,6 @@ class Lease:
             for index, lacking in self._parts.lacking(missing):
                 self._controller.check_spare_of_one(index, lacking)
         table.write(table.num_pages, self._fences.take(missing))
-        self._settle_left(is_committed=False)
         self.settle_promise()
 
     def held_pages(self) -> list[PageIds]:
@@ -1300,7 +1296,7 @@ class Lease:
             self._promised = 0
         self._closed = True
         if self.epoch == controller.epoch:
-            self._fences.settle(is_committed=True)
+            self._fences.settle()
             if self._parts is not None:
                 self._parts.close()
         if self._load is not None:

@@ -609,8 +609,7 @@ class LeaseParts:
         nor what is computed again when the next run fails (semantics §11.6)."""
         safe = [part.safe_depth for part in self._states]
         for part in self._windows:
-            left = part.left_behind(own_from, depth, (*ends, *safe))
-            self._fences.leave_behind(part.index, left)
+            self._free(part, part.left_behind(own_from, depth, (*ends, *safe)))
 
     def cut(self, depth: int) -> None:
         """What follows `depth` is dropped, and the table cut by its owner."""

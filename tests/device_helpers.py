@@ -62,6 +62,7 @@ class Device:
         self._oracle = oracle
         self._work: deque[tuple[Launched | None, Callable[[], None]]] = deque()
         self.launched: list[Launched] = []
+        self.faults: list[str] = []
         cache._controller.fences.computes_on = True  # as on CUDA
         runs: Any = cache._controller.runs
         self._copy_states = runs._copy_states
@@ -85,14 +86,30 @@ class Device:
                 launched.unwritten[name] = tables.pages(name, chunk.start, chunk.stop)
             else:
                 launched.unwritten[name] = {tables.state_slots[name]}
-        work = partial(self._compute, tables, key, chunk.start, chunk.stop)
+        work = partial(self._compute, chunk, tables, key)
         self._work.append((launched, work))
         self.launched.append(launched)
         return launched
 
-    def _compute(self, tables: Tables, key: RadixKey, start: int, stop: int) -> None:
-        self._oracle.verify(tables, key, 0, start)
-        self._oracle.write(tables, key, start, stop)
+    def _compute(self, chunk: Chunk, tables: Tables, key: RadixKey) -> None:
+        try:
+            self._oracle.verify(tables, key, 0, chunk.start)
+            self._oracle.write(tables, key, chunk.start, chunk.stop)
+        except BaseException as error:
+            self.faults.append(f"{chunk!r}: {error!r}")
+            raise
+
+    def forget(self, launched: Launched) -> None:
+        """It came to nothing before it began, and so does what was to be copied for it."""
+        kept: deque[tuple[Launched | None, Callable[[], None]]] = deque()
+        before: list[tuple[Launched | None, Callable[[], None]]] = []
+        for item in self._work:
+            before.append(item)
+            if item[0] is not None:
+                if item[0] is not launched:
+                    kept.extend(before)
+                before = []
+        self._work = deque([*kept, *before])
 
     def step(self, count: int = 1) -> None:
         """Do so many of the launched runs, the oldest first, with what is before them."""

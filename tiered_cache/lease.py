@@ -39,7 +39,7 @@ from tiered_cache.page_table import PageTable
 from tiered_cache.prefix_load import PrefixLoad
 from tiered_cache.publish import publish
 from tiered_cache.ranks import EQUAL
-from tiered_cache.tree.components.base import join
+from tiered_cache.tree.components.base import NO_PAGES, join
 from tiered_cache.tree.node import BASE
 from tiered_cache.types import NO_PAGE, Boundary, Hits, MatchPrefixParams, whole_number
 
@@ -663,7 +663,7 @@ class Lease:
         tree, receipt = self._controller.tree, self.receipt
         assert receipt is not None, "granted leases hold a receipt"
         size, held = self._page_size, receipt.depth
-        before = Hold(receipt.node, tuple(receipt.parts))
+        before = Hold(receipt.node, tuple(receipt.parts), [NO_PAGES] * len(self.table.ids))
         tree.advance(receipt, boundary)
         tree.count_hits(receipt, above=held)
         superfluous = []
@@ -967,9 +967,11 @@ class Lease:
             return stop
         published, receipt = stop - self.committed, self.receipt
         assert receipt is not None, "it holds what it has published"
-        before = Hold(receipt.node, tuple(receipt.parts))
         if self._parts is not None:
             self._parts.offer(stop)
+        pages = slice(self.committed // self._page_size, stop // self._page_size)
+        own = [ids[pages].copy() for ids in self.table.ids] if self._fences.keeps else ()
+        before = Hold(receipt.node, tuple(receipt.parts), own)
         first_changed, duplicates = publish(controller.tree, self, stop)
         if first_changed < stop:
             self._fences.give_back(duplicates)

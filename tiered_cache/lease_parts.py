@@ -19,7 +19,7 @@ from tiered_cache.tree.components.base import NO_PAGES, join
 from tiered_cache.types import NO_PAGE, Boundary, Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from tiered_cache.accounts import PageAccounts
     from tiered_cache.fences import LeaseFences
@@ -41,10 +41,19 @@ class StateCopy(NamedTuple):
 
 
 class Hold(NamedTuple):
-    """What a lease held of the tree: `parts` of the receipt that ended at `node`."""
+    """What a lease held of the tree (`parts` of the receipt that ended at `node`), and per
+    component the ids of its own that it then gave to the tree."""
 
     node: Node
     parts: Sequence[Any]
+    own: Sequence[PageIds]
+
+
+def nodes_between(node: Node, above: Node) -> Iterator[Node]:
+    """`node` and its ancestors below `above`."""
+    while node is not above and node.parent is not None:
+        yield node
+        node = node.parent
 
 
 class LeasePart(ABC):
@@ -110,27 +119,30 @@ class LeasePart(ABC):
         return join([ids[ids != NO_PAGE], self.own_beside_table()])
 
     def would_leave(self, stop: int) -> int:
-        """Ids that the lease would hold of the tree no longer, if it held `[0, stop)`; at most."""
+        """Ids that would be the tree's, and that the lease would hold no longer or not at all, if
+        it held `[0, stop)`; at most."""
         return 0
 
     def keep_left(self, tree: RadixTree, before: Hold, receipt: Receipt) -> None:
-        """`receipt` has come to hold less than it did before: as long as the fences stand that
-        stand now, somebody holds the rest."""
+        """What the lease held before, or has given to the tree, and `receipt` does not hold:
+        somebody holds it as long as the fences stand that stand now."""
         component, index, part = self._component, self.index, before.parts[self.index]
         if part is None:
             return
+        nodes = list(component.held(before.node, Tier.DEVICE, part))
+        nodes += [
+            node
+            for node in nodes_between(receipt.node, before.node)
+            if np.isin(node.data[index].value, before.own[index]).any()
+        ]
         still = set(component.held(receipt.node, Tier.DEVICE, receipt.parts[index]))
-        was = component.held(before.node, Tier.DEVICE, part)
-        left = [node for node in was if node not in still and node.data[index].value is not None]
         starts: list[int | None] = [None] * len(before.parts)
-        starts[index] = component.held_from(before.node.end, part)
-        while left:  # a lock reaches less far up than one from before the nodes were split
-            kept = tree.hold_each(Boundary(left[0], left[0].end), Tier.DEVICE, starts)
-            held = list(component.held(kept.node, Tier.DEVICE, kept.parts[index]))
-            values = [node.data[index].value for node in held]
-            ids = join([value for value in values if value is not None])
-            self._fences.keep(index, ids, kept)
-            left = [node for node in left[1:] if node not in held]
+        for node in nodes:
+            ids = node.data[index].value
+            if ids is not None and node not in still:
+                starts[index] = node.start
+                kept = tree.hold_each(Boundary(node, node.end), Tier.DEVICE, starts)
+                self._fences.keep(index, ids, kept)
 
     def held(self, receipt: Receipt) -> None:
         """The lease holds what `receipt` does, and its table names it: of this component no more
@@ -221,8 +233,9 @@ class WindowPart(LeasePart):
         return max(0, most - self.num_left)
 
     def would_leave(self, stop: int) -> int:
-        needed = self._component.needed_from(stop) // self._size
-        return max(0, min(self._committed, needed) - (self._committed - self._num_held))
+        needed, committed = self._component.needed_from(stop) // self._size, self._committed
+        own = int(np.count_nonzero(self._ids[committed : max(committed, needed)] != NO_PAGE))
+        return own + max(0, min(committed, needed) - (committed - self._num_held))
 
     def held(self, receipt: Receipt) -> None:
         super().held(receipt)
@@ -550,13 +563,13 @@ class LeaseParts:
         )
 
     def would_leave(self, stop: int) -> list[tuple[int, int]]:
-        """Per component, ids that the lease would hold of the tree no longer, if it held
-        `[0, stop)`: under a fence there must be room for them."""
+        """Per component, ids that would be the tree's and not held, if the lease held `[0, stop)`:
+        under a fence there must be room for them."""
         return [(part.index, part.would_leave(stop)) for part in self._all]
 
     def keep_left(self, tree: RadixTree, before: Hold, receipt: Receipt) -> None:
-        """The lease holds what `receipt` does, and no longer what it held before: if a fence
-        stands, that stays where it is until it is lifted."""
+        """The lease holds what `receipt` does, and not what it held before, or has given to the
+        tree: if a fence stands, that stays where it is until it is lifted."""
         if self._fences.keeps:
             for part in self._all:
                 part.keep_left(tree, before, receipt)

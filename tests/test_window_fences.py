@@ -233,7 +233,7 @@ async def test_each_page_waits_for_the_fences_that_stood_when_it_was_left(stack:
 async def test_a_lease_that_is_closed_under_fences(stack: str) -> None:
     """All of it is quarantined until the last of them is lifted, then home."""
     async with device_rig(stack) as (r, device):
-        lease = await r.lease(seq("A", 100))
+        lease = await r.lease(seq("A", 96))
         loop = Loop(r, device, lease, 2, every=3)
         await loop.prompt()
         lease.close()
@@ -310,6 +310,7 @@ async def test_what_stands_under_a_fence_is_not_promised_twice(stack: str) -> No
                 await loop.run(chunk)
                 with pytest.raises(AdmissionTimeout):
                     await r.lease(seq("B", 60), timeout=0)
+            device.finish()
             await loop.end()
         await r.serve(seq("B", 60))
         r.check()

@@ -856,8 +856,9 @@ class Lease:
         `ready`: for a device that computes on after the run has returned: a CUDA event, an
         awaitable, or an event with an async `wait`, done when the chunk's pages are written
         (default: the stream given to `open`, as it is now, if there is one). Until then nobody
-        copies them to the host and they stay this lease's, also after its end; another lease that
-        is granted them says so (`ready`). It must not fail: if it does, nobody knows what was
+        copies them to the host and they stay this lease's, also after its end, and so does what the
+        lease gives up meanwhile; its own runs follow each other. Another lease that is granted them
+        says so (`ready`). It must not fail: if it does, nobody knows what was
         written, and the cache is `reset()`.
 
         Raises:
@@ -894,7 +895,7 @@ class Lease:
         """The fence over the last run stands, or there is none to come."""
         if self._fences.settle():
             self.settle_promise()
-            self._controller.admission.look_again()
+            self._controller.calmed()
 
     def _fence_lifted(self) -> None:
         self._fences.look_again(is_stale=self.is_stale)
@@ -952,11 +953,16 @@ class Lease:
         assert self.receipt is not None, "granted leases hold a receipt"
         tree = self._controller.tree
         boundary = tree.match_deeper(self.receipt, self.key, stop)
-        if boundary is None:
-            return self._has_room_beside(stop, [0] * len(tree.components))
-        return self._may_hold_state(boundary) and self._has_room_beside(
-            stop, tree.would_need(boundary)
-        )
+        if boundary is not None and not self._may_hold_state(boundary):
+            return False
+        needed = [0] * len(tree.components) if boundary is None else tree.would_need(boundary)
+        if self._parts is not None:  # where one lacks something, there is no boundary
+            known = tree.known_below(self.receipt, self.key, stop) // self._page_size
+            first = self.committed // self._page_size
+            needed[BASE] = max(needed[BASE], known - first)
+            for index, num_ids in self._parts.num_own(first, known):
+                needed[index] += num_ids
+        return self._has_room_beside(stop, needed)
 
     def _publish(self, stop: int) -> int:
         controller = self._controller

@@ -234,8 +234,13 @@ class WindowPart(LeasePart):
 
     def would_leave(self, stop: int) -> int:
         needed, committed = self._component.needed_from(stop) // self._size, self._committed
-        own = int(np.count_nonzero(self._ids[committed : max(committed, needed)] != NO_PAGE))
-        return own + max(0, min(committed, needed) - (committed - self._num_held))
+        return self.num_own(committed, needed) + max(
+            0, min(committed, needed) - (committed - self._num_held)
+        )
+
+    def num_own(self, first: int, last: int) -> int:
+        """Own ids of the pages `[first, last)`, none of which is committed."""
+        return int(np.count_nonzero(self._ids[first : max(first, last)] != NO_PAGE))
 
     def held(self, receipt: Receipt) -> None:
         super().held(receipt)
@@ -566,6 +571,10 @@ class LeaseParts:
         """Per component, ids that would be the tree's and not held, if the lease held `[0, stop)`:
         under a fence there must be room for them."""
         return [(part.index, part.would_leave(stop)) for part in self._all]
+
+    def num_own(self, first: int, last: int) -> list[tuple[int, int]]:
+        """Per component that has an id per page, own ids of the pages `[first, last)`."""
+        return [(part.index, part.num_own(first, last)) for part in self._windows]
 
     def keep_left(self, tree: RadixTree, before: Hold, receipt: Receipt) -> None:
         """The lease holds what `receipt` does, and not what it held before, or has given to the

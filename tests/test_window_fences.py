@@ -112,10 +112,10 @@ class Loop:
 async def test_a_prompt_of_many_windows_under_fences(stack: str, depth: int) -> None:
     """Growth within the reserve cannot fail, though some fence stands at every run's end."""
     async with device_rig(stack) as (r, device):
-        async with r.cache.lease(seq("A", 300), reserve=60) as lease:
+        async with r.cache.lease(seq("A", 180), reserve=36) as lease:
             loop = Loop(r, device, lease, depth)
             await loop.prompt()
-            await loop.decode(60)
+            await loop.decode(36)
             lease.finish()
             await loop.end()
         r.check()
@@ -126,14 +126,14 @@ async def test_a_prompt_of_many_windows_under_fences(stack: str, depth: int) -> 
 async def test_what_is_published_under_fences_is_found(stack: str, depth: int) -> None:
     """At once, where there is room for what it leaves behind."""
     async with device_rig(stack, swa_pages=4 * FOOTPRINT, states=40) as (r, device):
-        async with r.cache.lease(seq("A", 300), reserve=60) as lease:
+        async with r.cache.lease(seq("A", 180), reserve=36) as lease:
             loop = Loop(r, device, lease, depth)
             await loop.prompt()
-            assert r.hit(seq("A", 300)) >= 300 - GRID - P
-            await loop.decode(60)
+            assert r.hit(seq("A", 180)) >= 180 - GRID - P
+            await loop.decode(36)
             await loop.end()
         r.check()
-        assert await r.serve([*seq("A", 300), 1]) >= 300 - GRID - P
+        assert await r.serve([*seq("A", 180), 1]) >= 180 - GRID - P
 
 
 @every_depth
@@ -141,12 +141,12 @@ async def test_what_is_published_under_fences_is_found(stack: str, depth: int) -
 async def test_commits_that_are_rare_under_fences(stack: str, depth: int) -> None:
     """Most of it is the lease's own for long: with every seventh run there comes a commit."""
     async with device_rig(stack) as (r, device):
-        async with r.cache.lease(seq("A", 420), reserve=60) as lease:
+        async with r.cache.lease(seq("A", 250), reserve=36) as lease:
             loop = Loop(r, device, lease, depth, every=7)
             await loop.run(await chunk_of(lease, CHUNK), commits=False)
             loop.commit(device.launched[-1].chunk)
             await loop.prompt()
-            await loop.decode(60)
+            await loop.decode(36)
             device.finish()
             lease.finish()
             await loop.end()
@@ -158,12 +158,12 @@ async def test_one_fence_that_stands_for_long(stack: str) -> None:
     """What is left behind under it is used again by the lease itself: its runs follow each
     other."""
     async with device_rig(stack) as (r, device):
-        async with r.cache.lease(seq("A", 300), reserve=60) as lease:
+        async with r.cache.lease(seq("A", 180), reserve=36) as lease:
             loop = Loop(r, device, lease, 100, every=1000)
             await loop.run(await chunk_of(lease, CHUNK), commits=False)
             loop.commit(device.launched[-1].chunk)
             await loop.prompt()
-            await loop.decode(60)
+            await loop.decode(36)
             device.finish()
             await loop.end()
             lease.finish()
@@ -175,10 +175,10 @@ async def test_one_fence_that_stands_for_long(stack: str) -> None:
 async def test_a_cache_that_is_off_under_fences(stack: str, depth: int) -> None:
     """Nothing is published, so all is the lease's own."""
     async with device_rig(stack, mode="off") as (r, device):
-        async with r.cache.lease(seq("A", 300), reserve=60) as lease:
+        async with r.cache.lease(seq("A", 180), reserve=36) as lease:
             loop = Loop(r, device, lease, depth)
             await loop.prompt()
-            await loop.decode(60)
+            await loop.decode(36)
             await loop.end()
         r.cache.check_integrity()
 
@@ -188,7 +188,7 @@ async def test_nobody_has_what_a_device_still_reads(stack: str) -> None:
     """Own pages behind the window, and what was published behind it: whoever evicts all he can,
     and takes all there is, gets none of it."""
     async with device_rig(stack, swa_pages=3 * FOOTPRINT) as (r, device):
-        async with r.cache.lease(seq("A", 300), reserve=60) as lease:
+        async with r.cache.lease(seq("A", 180), reserve=36) as lease:
             loop = Loop(r, device, lease, 3)
             while chunk := await lease.next_chunk(CHUNK):
                 await loop.run(chunk)
@@ -198,6 +198,28 @@ async def test_nobody_has_what_a_device_still_reads(stack: str) -> None:
                     await r.cache.evict(EvictParams(num_pages={name: PAGES}))
                 take_and_write_all(r)
                 r.cache.check_integrity()
+            await loop.end()
+        r.check()
+
+
+@pytest.mark.parametrize("num_chunks", [1, 3])
+@every_stack
+async def test_what_a_run_leaves_behind_waits_for_the_fence_of_its_commit(
+    stack: str, num_chunks: int
+) -> None:
+    """It is left when the run returns, before there is a fence over it."""
+    if "swa" not in stack:
+        return
+    async with device_rig(stack) as (r, device):
+        async with r.cache.lease(seq("A", 60)) as lease:
+            loop = Loop(r, device, lease, 100)
+            for at in range(num_chunks):
+                await loop.run(await chunk_of(lease, CHUNK))
+                if at:
+                    await loop.lift()
+            assert lease._fences.num_left(1) > 0
+            device.finish()
+            take_and_write_all(r)  # the device has written to none of what is free
             await loop.end()
         r.check()
 
@@ -216,7 +238,7 @@ async def test_each_page_waits_for_the_fences_that_stood_when_it_was_left(stack:
     if "swa" not in stack:
         return
     async with device_rig(stack, swa_pages=4 * FOOTPRINT) as (r, device):
-        async with r.cache.lease(seq("A", 300), reserve=60) as lease:
+        async with r.cache.lease(seq("A", 180), reserve=36) as lease:
             loop = Loop(r, device, lease, 100)
             for _ in range(4):
                 await loop.run(await chunk_of(lease, CHUNK))
@@ -304,7 +326,7 @@ async def test_what_stands_under_a_fence_is_not_promised_twice(stack: str) -> No
     if "swa" not in stack:
         return
     async with device_rig(stack, swa_pages=FOOTPRINT + 4) as (r, device):
-        async with r.cache.lease(seq("A", 100), reserve=60) as lease:
+        async with r.cache.lease(seq("A", 100), reserve=36) as lease:
             loop = Loop(r, device, lease, 2, every=2)
             while chunk := await lease.next_chunk(CHUNK):
                 await loop.run(chunk)

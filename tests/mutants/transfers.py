@@ -251,7 +251,8 @@ MUTANTS: Final = [
         file=FENCES,
         old="self._is_open = self._all.computes_on",
         new="self._is_open = False",
-        test=WINDOW_TESTS + "test_nobody_has_what_a_device_still_reads",
+        test=WINDOW_TESTS
+        + "test_what_a_run_leaves_behind_waits_for_the_fence_of_its_commit[swa-1]",
     ),
     Mutant(
         id="one-lifted-fence-is-enough",
@@ -260,7 +261,7 @@ MUTANTS: Final = [
         file=FENCES,
         old="and all(fence.lifted.is_set() for fence in self.fences)",
         new="and any(fence.lifted.is_set() for fence in self.fences)",
-        test=WINDOW_TESTS + "test_nobody_has_what_a_device_still_reads",
+        test=WINDOW_TESTS + "test_nobody_has_what_a_device_still_reads[swa]",
     ),
     Mutant(
         id="what-is-published-behind-a-window-goes-under-a-fence",
@@ -269,7 +270,7 @@ MUTANTS: Final = [
         file=LEASE_PARTS,
         old="            if ids is not None and node not in still:",
         new="            if False:",
-        test=WINDOW_TESTS + "test_nobody_has_what_a_device_still_reads",
+        test=WINDOW_TESTS + "test_nobody_has_what_a_device_still_reads[swa]",
     ),
     Mutant(
         id="what-is-left-behind-waits-for-calm",
@@ -281,7 +282,7 @@ MUTANTS: Final = [
             "            if not self._fences:\n"
             "                self._free(part, part.left_behind(own_from, depth, (*ends, *safe)))"
         ),
-        test=WINDOW_TESTS + "test_a_cache_that_is_off_under_fences",
+        test=WINDOW_TESTS + "test_a_cache_that_is_off_under_fences[swa-1]",
     ),
     Mutant(
         id="a-reset-frees-what-is-being-loaded",

@@ -133,7 +133,8 @@ class LeasePart(ABC):
         nodes += [
             node
             for node in nodes_between(receipt.node, before.node)
-            if np.isin(node.data[index].value, before.own[index]).any()
+            if (value := node.data[index].value) is not None
+            and np.isin(value, before.own[index]).any()
         ]
         still = set(component.held(receipt.node, Tier.DEVICE, receipt.parts[index]))
         starts: list[int | None] = [None] * len(before.parts)

@@ -177,7 +177,7 @@ class Lease:
         self._parts: LeaseParts | None = None
         if controller.sparse:
             given = controller.sparse, self.table, controller.accounts
-            self._parts = LeaseParts(*given, self._admitted_pages)
+            self._parts = LeaseParts(*given, self._admitted_pages, rollback)
 
     # --- grant ------------------------------------------------------------------------------------
 

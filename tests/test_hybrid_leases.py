@@ -461,3 +461,19 @@ async def test_a_prompt_s_end_is_kept_where_it_stands_in_nobody_s_way(stack: str
                     await lease.run(r.model, lease.append(token))
                 lease.finish()
             assert await r.serve([*seq("A", 90), *seq("C", 9)]) == 88
+
+
+async def test_a_load_brings_a_window_and_no_more_of_the_nodes_it_is_in(stack: str) -> None:
+    if stack != "swa":
+        return
+    async with hybrid_rig(stack, 64, window=4 * P, host={"tokens": 400}) as r:
+        for length in (17, 33):  # a window each
+            await r.serve(seq("A", length))
+        await r.cache.drain()
+        await r.cache.evict(EvictParams(1 << 10))
+        before = r.counters.pages_loaded
+        async with r.cache.lease([*seq("A", 28), *seq("C", 5)]) as lease:
+            assert lease.prefix_len == 28
+            assert r.counters.pages_loaded - before == 28 // P + 4  # all of the base, one window
+            await r.compute(lease)
+        r.check()

@@ -166,6 +166,16 @@ MUTANTS: Final = [
         new="end - top > 2 * window else 0",
         test=GROWTH + "[0-60-False-swa]",
     ),
+    Mutant(
+        id="a-load-brings-whole-nodes-of-a-window",
+        rule="§9.1",
+        harm="up to twice the pages are copied, and others are pushed out for them",
+        file=RADIX,
+        old="        if target is DEVICE and self._windows:",
+        new="        if False:",
+        test="tests/test_hybrid_leases.py::"
+        "test_a_load_brings_a_window_and_no_more_of_the_nodes_it_is_in[swa]",
+    ),
     # --- states -----------------------------------------------------------------------------------
     Mutant(
         id="a-state-serves-a-shorter-prefix",

@@ -18,9 +18,10 @@ from tiered_cache.keys import RadixKey
 from tiered_cache.pools.allocator import PageAllocator
 from tiered_cache.tree.components.full import FullComponent
 from tiered_cache.tree.components.mamba import MambaComponent
+from tiered_cache.tree.components.sparse import behind_gaps
 from tiered_cache.tree.components.swa import SWAComponent
 from tiered_cache.tree.radix import RadixTree
-from tiered_cache.types import NO_PAGE, InsertParams, MatchPrefixParams
+from tiered_cache.types import InsertParams, MatchPrefixParams
 
 if TYPE_CHECKING:
     from array import array
@@ -120,9 +121,8 @@ class HybridRig:
         if self._is_per_page:
             other = np.concatenate((held[1], self.take(1, fresh)))
         else:
-            other = np.full(len(base), NO_PAGE, np.int32)
-            if fresh:
-                other[-1] = self.take(1, 1)[0]
+            state = self.take(1, min(1, fresh))
+            other = behind_gaps(len(base) - len(state), (state,))
         result = tree.insert(InsertParams(key, (base, other), prev_prefix_len=cached))
         self._free(result.duplicates)
         tree.dec_lock_ref(receipt)

@@ -78,8 +78,10 @@ def known(stack: str, window: int = WINDOW) -> Iterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def hybrid_rig(stack: str, pages: int = 16, **sections: Any) -> AsyncIterator[Rig]:
-    with known(stack):
+async def hybrid_rig(
+    stack: str, pages: int = 16, *, window: int = WINDOW, **sections: Any
+) -> AsyncIterator[Rig]:
+    with known(stack, window):
         sections.setdefault("device", {"tokens": pages * P, "ratio": RATIO[stack]})
         model = {"dtype": "float32", "num_layers": 3, "num_kv_heads": 1, "head_dim": 2}
         async with rig(pages, model={**model, "strategy": f"test_{stack}"}, **sections) as made:

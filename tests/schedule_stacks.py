@@ -58,6 +58,9 @@ SINKS: Final = "sinks"
 SINK_SHARE: Final = 1 / 4
 """Of the stacks: so many have such a component, too."""
 
+ROLLBACKS: Final = (0, 0, 3, 6)
+"""Tokens that a lease may ask to be able to go back by."""
+
 KINDS: Final = {"swa": "a window", "mamba": "a state", SINKS: "a sink"}
 """By the first part of a component's id."""
 
@@ -142,7 +145,7 @@ def _footprint(window: int, chunk_tokens: int, page_size: int, num_pages: int) -
     with mock.patch.object(swa, "CHUNK_TOKENS", chunk_tokens):
         component = swa.SWAComponent("swa", window)
         component.page_size = page_size
-        return component.footprint(num_pages)
+        return min(num_pages, component.footprint(num_pages) + -(-max(ROLLBACKS) // page_size))
 
 
 class Strategy:
@@ -283,6 +286,11 @@ def prove_standing(oracle: ByteOracle, lease: Lease, device: Device) -> None:
     if lease._parts is not None:
         for window in lease._parts._windows:
             assert window.promised == window.unspent(lease._parts._num_pages), lease
+            num_computed = -(-lease.computed // lease._page_size)
+            is_at_rest = num_computed == lease.table.num_pages and not lease.is_running
+            if is_at_rest and num_computed < lease._parts._num_pages:
+                has_pages = window.promised or window.num_left
+                assert has_pages, f"{lease!r} may grow, and has no page of a window for that"
     if is_unwritten(lease, device.unwritten):
         return
     depths = [(lease.computed, NO_PAGE)]

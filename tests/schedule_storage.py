@@ -13,8 +13,7 @@ What is proved on the way, besides what `schedules` proves of the rest:
   closed, what was used is kept, and a fresh cache finds all that is kept, with its bytes, and
   nothing in another namespace.
 
-What the schedule itself has spoilt is excused, by object: `gone` may be missing under what is kept,
-`wrong` may be kept with other bytes, `doubted` may be deleted.
+What the schedule itself has spoilt is excused, by store and object (`Spoilt`).
 """
 
 from __future__ import annotations
@@ -134,12 +133,27 @@ class StorageShape:
         }
 
 
+class Spoilt(Kept):
+    """What one store keeps, and what the schedule itself has spoilt of it: `gone` may be missing
+    under what is kept, `wrong` may be kept with other bytes, `doubted` may be deleted."""
+
+    __slots__ = ("doubted", "gone", "wrong")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gone: set[ObjectKey] = set()
+        self.wrong: set[ObjectKey] = set()
+        self.doubted: set[ObjectKey] = set()
+
+
 class Content(MemoryBackend):
     """What is kept, and whether that may be."""
 
     def __init__(self, third: ThirdTier) -> None:
         super().__init__(kept=third.kept)
         self._third = third
+        self.store = third.kept
+        """Also when another one has been attached: a call may end late."""
         self.faulty: FaultyBackend
 
     @property
@@ -154,15 +168,15 @@ class Content(MemoryBackend):
 
     async def delete(self, keys: Sequence[ObjectKey]) -> None:
         for key in keys:
-            if key not in self._third.doubted:
+            if key not in self.store.doubted:
                 self._third.schedule.faults.append("a page was deleted that nobody doubted")
-        self._third.gone.update(keys)
+        self.store.gone.update(keys)
         await super().delete(keys)
 
     async def clear(self, scope: bytes) -> int:
         cleared = [key for key in self.rows if key.startswith(scope)]
-        self._third.gone.update(cleared)
-        self._third.doubted.update(cleared)
+        self.store.gone.update(cleared)
+        self.store.doubted.update(cleared)
         return await super().clear(scope)
 
 
@@ -185,10 +199,7 @@ class ThirdTier:
     def __init__(self, schedule: Schedule, shape: StorageShape) -> None:
         self.schedule = schedule
         self.shape = shape
-        self.kept = Kept()
-        self.gone: set[ObjectKey] = set()
-        self.wrong: set[ObjectKey] = set()
-        self.doubted: set[ObjectKey] = set()
+        self.kept = Spoilt()
         self._pages: dict[bytes, tuple[str, bytes, bytes | None]] = {}
         """By key: salt, tokens up to the page's end, key of the page above."""
         self._backends: list[DrawnBackend] = []
@@ -236,14 +247,14 @@ class ThirdTier:
             return Fault("contains", answer=lambda answer: answer[:-1])
         is_there = key in self.kept.rows
         if not is_there:
-            self.gone.add(key)
+            self.kept.gone.add(key)
         return Fault("contains", keys=[key], result=not is_there)
 
     def _misread(self, call: Call, key: ObjectKey) -> Fault:
         draws = self.schedule.draws
         if draws.random() < 0.1:
             return Fault("read", answer=lambda answer: answer[:-1])
-        self.doubted.add(key)
+        self.kept.doubted.add(key)
         if draws.random() < 0.5:
             return Fault("read", keys=[key], change=self._change(key))
         results = (ReadResult.MISSING, ReadResult.FAILED, ReadResult.CORRUPT)
@@ -256,11 +267,11 @@ class ThirdTier:
             results = (WriteResult.REFUSED, WriteResult.FAILED)
             return Fault("write", keys=[key], result=draws.choice(results))
         if key not in self.kept.rows:
-            self.gone.add(key)
+            self.kept.gone.add(key)
         if choice < 0.8:
             return Fault("write", keys=[key], result=WriteResult.WRITTEN)
-        self.doubted.add(key)
-        self.wrong.add(key)
+        self.kept.doubted.add(key)
+        self.kept.wrong.add(key)
         return Fault("write", keys=[key], change=self._change(key))
 
     def _change(self, key: ObjectKey) -> Callable[[bytes], bytes]:
@@ -277,15 +288,15 @@ class ThirdTier:
         key = draws.choice(list(rows))
         self.schedule.meet("objects spoilt behind the cache's back")
         if draws.random() < 0.5:
-            self.gone.add(key)
+            self.kept.gone.add(key)
             self.kept.num_bytes -= len(rows.pop(key))
         else:
             self._spoil_row(key)
 
     def _spoil_row(self, key: ObjectKey) -> None:
         rows = self.kept.rows
-        self.doubted.add(key)
-        self.wrong.add(key)
+        self.kept.doubted.add(key)
+        self.kept.wrong.add(key)
         row = self._change(key)(rows[key])
         self.kept.num_bytes += len(row) - len(rows[key])
         rows[key] = row
@@ -426,7 +437,7 @@ class ThirdTier:
         cache, draws = self.schedule.cache, self.schedule.draws
         if not cache.storage and not self._num_changing and draws.random() < 0.15:
             self.schedule.meet("other stores")
-            self.kept = Kept()
+            self.kept = Spoilt()
             self.schedule.forget()
         try:
             await cache.storage.attach(self.schedule.shape.config())
@@ -510,14 +521,14 @@ class ThirdTier:
         verdict = self._formats[index].check(row, page)
         if verdict is None:
             verdict = self._verdict_on_bytes(index, row, salt, tokens)
-        if verdict is not None and key not in self.wrong:
+        if verdict is not None and key not in content.store.wrong:
             self._fail(f"a kept row {verdict}")
         hangs_on = above if index == BASE else page
         if hangs_on is not None and not self._may_lack(content, hangs_on):
             self._fail("a page is kept, and what it hangs on is not")
         if verdict is None:
-            self.wrong.discard(key)
-            self.gone.discard(key)
+            content.store.wrong.discard(key)
+            content.store.gone.discard(key)
 
     def _component_of(self, key: bytes) -> int:
         """Whose object it is."""
@@ -527,7 +538,7 @@ class ThirdTier:
     def _may_lack(self, content: Content, page: bytes) -> bool:
         """Whether the base of a page is kept, or the schedule has seen to it that it is not."""
         key = self._formats[BASE].object_key(page)
-        if key in content.rows or key in self.gone:
+        if key in content.rows or key in content.store.gone:
             return True
         return any(
             fault.result is not None and fault.names(key)
@@ -565,7 +576,7 @@ class ThirdTier:
 
     def _is_fine(self, key: ObjectKey) -> bool:
         """Whether it is kept as it was written."""
-        return key in self.kept.rows and key not in self.wrong
+        return key in self.kept.rows and key not in self.kept.wrong
 
     def prove(self) -> None:
         """What holds between any two callbacks."""
@@ -586,7 +597,7 @@ class ThirdTier:
                 salt, data = node.namespace.cache_salt, path_tokens(node)
                 first = component.part_start(node) // size
                 for key in self._objects(salt, data, component.index)[first:]:
-                    assert self._is_kept(key) or key in self.gone, (
+                    assert self._is_kept(key) or key in self.kept.gone, (
                         f"{component.id} of {node!r} is not stored"
                     )
 
@@ -617,7 +628,7 @@ class ThirdTier:
         for at, page in enumerate(self._objects(salt, data)):
             is_there = any(node.start <= at * size < node.end for node in live)
             if at * size >= start and not is_there:
-                assert self._is_kept(page) or page in self.gone, (
+                assert self._is_kept(page) or page in self.kept.gone, (
                     f"page {at} of {key!r} was given up, and is not stored"
                 )
 
@@ -748,7 +759,7 @@ class ThirdTier:
             assert backend.under_way == []
         for key, row in self.kept.rows.items():
             record, page = self._formats[self._component_of(key)], key[SCOPE_BYTES:]
-            assert key in self.wrong or record.check(memoryview(row), page) is None
+            assert key in self.kept.wrong or record.check(memoryview(row), page) is None
         for tier in self._tiers:
             for name in tier.counters.__slots__:
                 self.schedule.meet(f"storage: {name}", getattr(tier.counters, name))

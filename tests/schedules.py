@@ -681,7 +681,7 @@ class Schedule:
         reserve = draws.choice((0, 0, 0, 3, 6))
         room = self.shape.device_pages * self.page_size - len(tokens)
         timeout = draws.choice((None, None, None, 0, 3))
-        rollback = draws.choice((0, 0, 3, 6)) if self.stack is not None else 0
+        rollback = draws.choice(schedule_stacks.ROLLBACKS) if self.stack is not None else 0
         lease: Lease | None = None
         try:
             async with self.cache.lease(

@@ -1155,6 +1155,22 @@ async def a_tier_detached_in_any_turn_of_a_reconnection() -> AsyncIterator[Work]
 
 
 @in_any_turn
+async def the_end_of_a_program_while_a_detached_store_is_being_opened() -> AsyncIterator[Work]:
+    """Whoever waits to close it is cancelled, too; the cache can still be closed."""
+    line = Line(num_refused=1)
+    with opens(line.backend()):
+        async with stage(config=UNWELL) as s:
+            await line.tried_again.wait()
+            s.other(s.cache.storage.detach())
+            yield turns(12)
+            await end_of_program()
+            s.others.clear()
+            await s.cache.aclose()
+            await turns(8)
+    assert line.num_open == 0
+
+
+@in_any_turn
 async def a_cache_closed_in_any_turn_of_a_reconnection() -> AsyncIterator[Work]:
     """What came half way is hung up before the next try, or at the end."""
     line = Line(error=OSError("no such device"))

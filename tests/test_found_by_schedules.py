@@ -15,11 +15,12 @@ import pytest
 from tests.hybrid_helpers import hybrid_rig, hybrid_tiers, kept, lose, objects
 from tests.lease_helpers import P, Rig, cancelled, chunk_of, rig, seq, start, turns
 from tests.schedule_stacks import StackShape, known
-from tests.schedules import prove_lease
-from tests.storage_helpers import keep, prefetched
+from tests.schedules import play, prove_lease
+from tests.storage_helpers import Store, keep, on_virtual_clock, prefetched, three_tiers
 from tests.tier_helpers import Copies, demote, on_tier, soon, store, tiers, transfers
 from tiered_cache import (
     AdmissionTimeout,
+    BackendError,
     CapacityError,
     Chunk,
     ClosedError,
@@ -610,3 +611,91 @@ async def test_a_prefetch_keeps_what_the_host_has_below_what_is_missing() -> Non
         assert (on_tier(r, A), on_tier(r, B[:20])) == ("---HHH", "HHHHH")
         assert await prefetched(r, A, policy="wait_complete") == 24
         r.check()
+
+
+async def test_what_waits_below_a_lost_page_follows_whoever_writes_that() -> None:
+    """Seed 20261130419833: storage had lost the beginning of a prompt, and the host did not have
+    it; so the rest could not be written. Another prompt brought the beginning again, in one call
+    with its own rest, and only what hung on the end of that call followed (semantics §10.4)."""
+    first, second = [*A[:8], *B[8:24]], [*A[:8], *C[8:24]]
+    async with three_tiers() as (r, store):
+        await r.serve(A[:8])
+        await r.cache.drain()
+        controller = r.cache._controller
+        assert controller.host_pages is not None
+        controller.host_pages.evict([1 << 20])  # a copy of which is stored
+        lease = await r.lease(second)
+        await store.kept.delete(list(store.rows))
+        await r.serve(first)
+        await r.cache.drain()
+        assert (on_tier(r, first), store.has(first)) == ("DDBBBB", "------")
+        store.calls.clear()
+        await r.compute(lease)
+        lease.close()
+        await r.cache.drain()
+        assert [len(call.keys) for call in store.calls if call.op == "write"] == [6, 4]
+        assert (store.has(second), store.has(first)) == ("SSSSSS", "SSSSSS")
+
+
+async def _waits_for(ended: asyncio.Task[Any], closing: CallGate, store: Store) -> None:
+    """Whoever closes the cache waits until the store is closed, which takes its time."""
+    await closing.reached()
+    await asyncio.wait([ended], timeout=1.0)
+    assert not ended.done()
+    closing.open()
+    await ended
+    assert (store.under_way, store.num_calls["aclose"]) == ([], 1)
+
+
+@on_virtual_clock
+async def test_the_cache_s_end_waits_for_a_store_that_was_detached_as_it_was_opened() -> None:
+    """Seed 20261130418790: the store was being connected again when it was detached. It counted as
+    gone, for there was nothing yet to close, and what was opened then was closed when the cache,
+    its threads and its loop had ended."""
+    store, opening, closing = Store(), CallGate(), CallGate()
+    store.fault("open", call=1, error=OSError("nobody listens there"))
+    store.fault("open", call=2, gate=opening)
+    store.fault("aclose", gate=closing)
+    async with three_tiers(store=store, is_owned=True) as (r, _):
+        await opening.reached()
+        await r.cache.storage.detach(0)
+        ended = start(r.cache.aclose(None))
+        opening.open()
+        await _waits_for(ended, closing, store)
+
+
+@pytest.mark.parametrize("is_required", [False, True])
+@on_virtual_clock
+async def test_the_cache_s_end_waits_for_a_store_that_is_being_attached(is_required: bool) -> None:
+    """Found beside that: nobody knew of it before it was attached, nor if it could not be."""
+    store, opening, closing = Store(), CallGate(), CallGate()
+    storage = {"timeout": 2.0, "required": is_required}
+    async with three_tiers(store=store, is_owned=True, storage=storage) as (r, _):
+        await r.cache.storage.detach()
+        store.num_calls.clear()
+        store.fault("open", gate=opening)
+        store.fault("aclose", gate=closing)
+        attaching = start(r.cache.storage.attach(r.config))
+        await opening.reached()
+        if is_required:  # and cannot use the memory
+            with mock.patch.object(store, "register_memory", side_effect=OSError("no such device")):
+                opening.open()
+                with pytest.raises(BackendError, match="OSError"):
+                    await attaching
+            await r.cache.storage.attach(r.config, backend=Store())  # another may come
+        ended = start(r.cache.aclose(None))
+        if not is_required:
+            await asyncio.wait([ended], timeout=1.0)
+            assert not ended.done()
+            opening.open()
+        await _waits_for(ended, closing, store)
+        if not is_required:
+            with pytest.raises(ClosedError):
+                await attaching
+
+
+def test_what_one_store_may_lack_another_s_rows_do_not_make_good() -> None:
+    """Seed 20261130800100, a fault of the schedules, replayed: a write that hung came to its end in
+    a store that had been cleared meanwhile; another store was attached by then and had the pages
+    above it, and with that the excuse was gone."""
+    assert play(20261130800100).met["other stores"]

@@ -21,6 +21,9 @@ from tiered_cache.testing.oracle import OracleModel
 from tiered_cache.tree.components import swa
 from tiered_cache.types import EvictParams
 
+CHUNK = P
+"""A small one: windows are what counts."""
+
 pytestmark = pytest.mark.parametrize("stack", STACKS)
 
 
@@ -404,3 +407,73 @@ async def test_a_lease_that_starts_over_after_a_reset_is_promised_all(stack: str
         await r.compute(lease)
         lease.close()
         await copies.all()
+
+
+@pytest.mark.parametrize("commits", [False, True])
+@pytest.mark.parametrize("prefix", [0, 60])
+@pytest.mark.parametrize("rollback", [0, 10, 40])
+async def test_growth_within_the_reserve_finds_its_windows(
+    stack: str, rollback: int, prefix: int, commits: bool
+) -> None:
+    """§11.5 goes before §11.6: however late it is published, whatever can be rolled back, and
+    however a prefix was cut, a lease finds all that it was promised, though others take the rest.
+    """
+    if "swa" not in stack:
+        return
+    alone = 2 * (8 + 1) + CHUNK // P + 1
+    pages = 2 * alone + -(-rollback // P)
+    device = {"tokens": 256 * P, "ratio": {**RATIO[stack], "swa": (pages + 0.1) / 256}}
+    async with contextlib.AsyncExitStack() as stacked:
+        stacked.enter_context(mock.patch.object(swa, "CHUNK_TOKENS", CHUNK))
+        r = await stacked.enter_async_context(hybrid_rig(stack, 256, window=8 * P, device=device))
+        assert r.stats.pools["swa"].capacity == pages
+        for length in (33, 65):  # a window each
+            await r.serve(seq("A", length))
+        prompt = [*seq("A", prefix), *seq("B", 90 - prefix)]
+        lease = r.cache.lease(prompt, reserve=100, rollback=rollback)
+        lease = await stacked.enter_async_context(lease)
+        with contextlib.suppress(AdmissionTimeout):
+            for name in "CDEF":
+                other = r.cache.lease(seq(name, 200), timeout=0)
+                assert await (await stacked.enter_async_context(other)).next_chunk(200)
+        while given := await lease.next_chunk(CHUNK):
+            await lease.run(r.model, given)
+            if commits:
+                lease.commit(given)
+            r.check()
+        for token in range(100):
+            await lease.run(r.model, lease.append(token))
+            r.check()
+        lease.finish()
+        r.check()
+
+
+async def test_a_prompt_s_end_is_kept_where_it_stands_in_nobody_s_way(stack: str) -> None:
+    """§5.9, §11.6: generated tokens can go, and the prompt is there."""
+    if stack != "swa":  # of states, none is kept so long
+        return
+    with mock.patch.object(swa, "CHUNK_TOKENS", 16):
+        async with hybrid_rig(stack, 128) as r:
+            async with r.cache.lease(seq("A", 90), reserve=60) as lease:
+                while chunk := await lease.next_chunk(16):
+                    await lease.run(r.model, chunk)
+                for token in range(60):
+                    await lease.run(r.model, lease.append(token))
+                lease.finish()
+            assert await r.serve([*seq("A", 90), *seq("C", 9)]) == 88
+
+
+async def test_a_load_brings_a_window_and_no_more_of_the_nodes_it_is_in(stack: str) -> None:
+    if stack != "swa":
+        return
+    async with hybrid_rig(stack, 64, window=4 * P, host={"tokens": 400}) as r:
+        for length in (17, 33):  # a window each
+            await r.serve(seq("A", length))
+        await r.cache.drain()
+        await r.cache.evict(EvictParams(1 << 10))
+        before = r.counters.pages_loaded
+        async with r.cache.lease([*seq("A", 28), *seq("C", 5)]) as lease:
+            assert lease.prefix_len == 28
+            assert r.counters.pages_loaded - before == 28 // P + 4  # all of the base, one window
+            await r.compute(lease)
+        r.check()

@@ -308,14 +308,18 @@ class Backups:
                 counters.backups_refused += 1
 
     def _believe(self, component: int, node: Node, start: int) -> None:
-        """Storage has the pages from `start` to the end of `node`; what hangs below can follow."""
+        """Storage has the pages from `start` to the end of `node`; what hangs on any of them can
+        follow, also what has waited since storage lost them."""
         self._tree.believe_span_stored(node, start, component)
         if component != BASE:
             return
-        for child in node.children.values():
-            data = child.data[BASE]
-            if data.host_value is not None and not data.stored:
-                self._enqueue(child)
+        above: Node | None = node
+        while above is not None and above.end > start:
+            for child in above.children.values():
+                data = child.data[BASE]
+                if data.host_value is not None and not data.stored:
+                    self._enqueue(child)
+            above = above.parent
 
     # --- life cycle -------------------------------------------------------------------------------
 

@@ -59,10 +59,11 @@ T = TypeVar("T")
 OPEN_LIMIT_S: Final = 1.0
 """How long an opening that failed waits for its threads to let go of what they have made."""
 
-COPY_NICE: Final = 10
+COPY_NICE: Final = 5
 """Copies, files and checksums give way to the loop and the model where cores are short. Beside
-copies and a model on two cores the loop is then 0.3 ms late instead of 3.4 (99th percentile;
-`python -m benchmarks lateness`)."""
+copies and a model on two cores the loop is then 0.6 ms late instead of 2.7 (99th percentile;
+`python -m benchmarks lateness`). Twice as nice, they were at times left to wait behind the model
+for seconds, with a core to spare."""
 
 
 class UnifiedRadixCache:

@@ -175,8 +175,8 @@ class HybridCacheController:
         self.transfers: Transfers | None = None
         self.write_policy: WritePolicy = NoWrites()
         self.storage: StorageTier | None = None
-        self._is_attaching = False
-        self._detached: list[StorageTier] = []  # with calls that have not ended
+        self._attaching: StorageTier | None = None
+        self._detached: list[StorageTier] = []  # that have not gone
         self.load_back_threshold = 0
         if host is not None and enabled:
             self._add_host_tier(host, executors.copy)
@@ -281,7 +281,7 @@ class HybridCacheController:
         """
         if self._host is None or self.host_pages is None or self.transfers is None:
             raise ValueError("storage needs a host tier: its pages go through it")
-        if self.storage is not None or self._is_attaching:
+        if self.storage is not None or self._attaching is not None:
             raise ValueError("there is a storage tier already: detach it first")
         io = self._executors.io
         threads = getattr(io, "_max_workers", IO_THREADS)
@@ -298,19 +298,22 @@ class HybridCacheController:
             self.calmed,
         )
         tier = StorageTier(parts, around)
-        self._is_attaching = True
+        self._attaching = tier
         try:
             for old in tuple(self._detached):
                 await old.forgotten.wait()  # what the tree believes of it is not true of this one
             await tier.start()
+            if self.closed:  # meanwhile
+                await tier.aclose(parts.settings.timeout)
+                self.check()
         except BaseException:
             tier.end()
+            tier.forgotten.set()  # nothing was believed of it
+            self._detached.append(tier)
+            tier.when_gone(partial(self._gone, tier))
             raise
         finally:
-            self._is_attaching = False
-        if self.closed:  # meanwhile
-            await tier.aclose(parts.settings.timeout)
-            self.check()
+            self._attaching = None
         self.storage = tier
 
     async def detach(self, limit: float | None) -> None:
@@ -345,8 +348,9 @@ class HybridCacheController:
 
     @property
     def _tiers(self) -> list[StorageTier]:
-        """What there is of storage, also what was detached and has not ended."""
-        return [*self._detached, *([self.storage] if self.storage is not None else [])]
+        """What there is of storage, also what is being attached, and what has not gone yet."""
+        current = (self._attaching, self.storage)
+        return [*self._detached, *[tier for tier in current if tier is not None]]
 
     def _rows_of_calls(self) -> list[list[PageIds]]:
         """Host pages of this epoch that such calls touch; by component, for each."""
@@ -733,8 +737,8 @@ class HybridCacheController:
                         await tier.aclose(None)
         finally:  # also when whoever closes is cancelled
             self._end_stores()
-            if self.storage is not None:
-                self.storage.end()
+            for tier in self._tiers:
+                tier.end()
             if not self._given_up.done():
                 self._given_up.set_result(None)
             self._supervisor.stop()

@@ -175,7 +175,7 @@ class Lease:
         self._parts: LeaseParts | None = None
         if controller.sparse:
             given = controller.sparse, self.table, controller.accounts, self._fences
-            self._parts = LeaseParts(*given, self._admitted_pages)
+            self._parts = LeaseParts(*given, self._admitted_pages, rollback)
 
     # --- grant ------------------------------------------------------------------------------------
 

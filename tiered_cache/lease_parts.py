@@ -206,9 +206,15 @@ class LeasePart(ABC):
 
 
 class WindowPart(LeasePart):
-    """Pages of a window: as many as the window, a chunk and one more, however long the prompt."""
+    """Pages of a window: two of these, a chunk and one more, however long the prompt; and what can
+    be rolled back.
 
-    __slots__ = ("_committed", "_num_held")
+    Args:
+        num_pages: of the lease, prompt and reserve.
+        rollback: tokens behind what is computed that it may be cut to.
+    """
+
+    __slots__ = ("_committed", "_most", "_most_behind", "_num_held")
 
     def __init__(
         self,
@@ -216,9 +222,17 @@ class WindowPart(LeasePart):
         table: PageTable,
         accounts: PageAccounts,
         fences: LeaseFences,
+        num_pages: int,
+        rollback: int,
     ) -> None:
         super().__init__(component, table, accounts, fences)
+        footprint = component.footprint(num_pages)
+        self._most = min(num_pages, footprint + -(-rollback // self._size))
+        self._most_behind = footprint - component.chunk_pages if self._most < num_pages else None
         self.drop()
+
+    def footprint(self, num_pages: int) -> int:
+        return self._most
 
     def drop(self) -> None:
         self._committed = self._num_held = 0  # in pages: where what it holds ends, and how many
@@ -230,7 +244,7 @@ class WindowPart(LeasePart):
         own = int(np.count_nonzero(is_own))
         held = self._num_held + own
         to_come = num_pages - self._committed - own
-        most = min(to_come, self._component.footprint(num_pages) - held)
+        most = min(to_come, self._most - held)
         return max(0, most - self.num_left)
 
     def would_leave(self, stop: int) -> int:
@@ -261,12 +275,18 @@ class WindowPart(LeasePart):
         return depth if is_there else -1
 
     def left_behind(self, own_from: int, depth: int, ends: Sequence[int]) -> PageIds:
-        """Own ids that neither what follows `depth` needs, nor what follows one of `ends`."""
+        """Own ids that neither what follows `depth` needs, nor what follows one of `ends`; these go
+        with the rest where they would stand in the way of the chunk that comes (semantics §11.5).
+        """
         component, depth = self._component, max(0, depth)
-        gone = self._ids[own_from : depth // self._size] != NO_PAGE
-        kept = component.pages_to_go_on(depth), *map(component.pages_to_go_on, ends)
-        for pages in kept:
+        own = self._ids[own_from : depth // self._size] != NO_PAGE
+        gone = own.copy()
+        for pages in (component.pages_to_go_on(depth), *map(component.pages_to_go_on, ends)):
             gone[max(0, pages.start - own_from) : max(0, pages.stop - own_from)] = False
+        if self._most_behind is not None and ends:
+            kept = int(np.count_nonzero(own)) - int(np.count_nonzero(gone))
+            if self._num_held + kept > self._most_behind:
+                return self.left_behind(own_from, depth, ())
         at = own_from + np.flatnonzero(gone)
         ids = self._ids[at].copy()
         self._ids[at] = NO_PAGE
@@ -444,6 +464,7 @@ class LeaseParts:
     Args:
         fences: what is given up goes home through them.
         num_pages: of the lease, prompt and reserve.
+        rollback: tokens behind what is computed that it may be cut to.
     """
 
     __slots__ = ("_accounts", "_all", "_fences", "_is_closed", "_num_pages", "_states", "_windows")
@@ -455,13 +476,16 @@ class LeaseParts:
         accounts: PageAccounts,
         fences: LeaseFences,
         num_pages: int,
+        rollback: int,
     ) -> None:
         self._accounts = accounts
         self._fences = fences
         self._num_pages = num_pages
         self._is_closed = False
         given = table, accounts, fences
-        self._windows = [WindowPart(part, *given) for part in components if part.is_per_page]
+        self._windows = [
+            WindowPart(part, *given, num_pages, rollback) for part in components if part.is_per_page
+        ]
         self._states = [StatePart(part, *given) for part in components if not part.is_per_page]
         self._all: list[LeasePart] = [*self._windows, *self._states]
 

@@ -159,6 +159,8 @@ class StorageTier:
         """Set when the tree believes nothing of it any more, after `detach`."""
         self._timers: list[asyncio.TimerHandle] = []
         self._retry_s = settings.breaker.retry_after
+        self._tried = asyncio.Event()  # not while it connects
+        self._tried.set()
         self._is_closed = False
 
     # --- connection -------------------------------------------------------------------------------
@@ -180,6 +182,7 @@ class StorageTier:
 
     async def _connect(self) -> None:
         settings = self.parts.settings
+        self._tried.clear()
         try:
             async with asyncio.timeout(settings.timeout):
                 await self._close_opened()  # of a try that came half way
@@ -199,7 +202,8 @@ class StorageTier:
             self._connection.reason = said(error)
             raise BackendError(self._connection.reason) from error
         finally:
-            if self._is_closed and self._opened:  # meanwhile
+            self._tried.set()
+            if self._is_closed and self._opened and not self._closings:  # before it began
                 self._begin_to_close()
         if self._is_closed:
             return
@@ -365,6 +369,7 @@ class StorageTier:
         for call in self.io:
             await call.ended.wait()
         await self._connection.idle()
+        await self._tried.wait()  # who connects yet opens what is to be closed
         if self._around.context.num_running:
             self._opened.clear()  # threads that the cache has given up keep it
         await self._close_opened()

@@ -15,6 +15,7 @@ RADIX: Final = "tiered_cache/tree/radix.py"
 SWA_TESTS: Final = "tests/tree/test_swa.py::"
 MAMBA_TESTS: Final = "tests/tree/test_mamba.py::"
 CASES: Final = "tests/cases/test_cases_hybrid.py::"
+GROWTH: Final = "tests/test_hybrid_leases.py::test_growth_within_the_reserve_finds_its_windows"
 
 MUTANTS: Final = [
     # --- windows ----------------------------------------------------------------------------------
@@ -137,6 +138,43 @@ MUTANTS: Final = [
         old="if target is not DEVICE or not path:",
         new="if path:",
         test=SWA_TESTS + "test_a_load_is_for_the_last_window",
+    ),
+    Mutant(
+        id="what-can-be-rolled-back-of-a-window-is-not-promised",
+        rule="§11.5",
+        harm="a request fails within its reserve",
+        file="tiered_cache/lease_parts.py",
+        old="self._most = min(num_pages, footprint + -(-rollback // self._size))",
+        new="self._most = min(num_pages, footprint)",
+        test=GROWTH + "[40-0-False-swa]",
+    ),
+    Mutant(
+        id="a-prompt-s-end-is-kept-at-the-cost-of-what-comes",
+        rule="§11.5",
+        harm="a request fails within its reserve",
+        file="tiered_cache/lease_parts.py",
+        old="            if self._num_held + kept > self._most_behind:",
+        new="            if False:",
+        test=GROWTH + "[10-60-False-swa]",
+    ),
+    Mutant(
+        id="two-windows-are-held-and-one-is-paid",
+        rule="§11.5",
+        harm="a request fails within its reserve",
+        file=SWA,
+        old="end - top > window + self.page_size else 0",
+        new="end - top > 2 * window else 0",
+        test=GROWTH + "[0-60-False-swa]",
+    ),
+    Mutant(
+        id="a-load-brings-whole-nodes-of-a-window",
+        rule="§9.1",
+        harm="up to twice the pages are copied, and others are pushed out for them",
+        file=RADIX,
+        old="        if target is DEVICE and self._windows:",
+        new="        if False:",
+        test="tests/test_hybrid_leases.py::"
+        "test_a_load_brings_a_window_and_no_more_of_the_nodes_it_is_in[swa]",
     ),
     # --- states -----------------------------------------------------------------------------------
     Mutant(

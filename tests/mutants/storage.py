@@ -15,12 +15,15 @@ HEALTH: Final = "tiered_cache/storage/health.py"
 WRAPPERS: Final = "tiered_cache/storage/wrappers.py"
 POLICIES: Final = "tiered_cache/write_policies.py"
 RADIX: Final = "tiered_cache/tree/radix.py"
+CONTROLLER: Final = "tiered_cache/controller.py"
 PREFETCH_TESTS: Final = "tests/storage/test_prefetch.py::"
 BACKUP_TESTS: Final = "tests/storage/test_backup.py::"
 HEALTH_TESTS: Final = "tests/storage/test_health.py::"
 ENDS: Final = "tests/storage/test_ends.py::"
 THREE: Final = "tests/storage/test_three_tiers.py::"
 OPTIONS: Final = "tests/storage/test_options.py::"
+FOUND: Final = "tests/test_found_by_schedules.py::"
+DETACHED: Final = "test_the_cache_s_end_waits_for_a_store_that_was_detached_as_it_was_opened"
 EVENTS: Final = "tests/cases/test_cases_storage_events.py::"
 
 MUTANTS: Final = [
@@ -336,6 +339,54 @@ MUTANTS: Final = [
         old="        if found < believed:",
         new="        if False:",
         test=EVENTS + "test_b106_what_is_believed_is_put_right_by_a_question",
+    ),
+    Mutant(
+        id="only-what-hangs-on-the-end-follows",
+        rule="§10.4",
+        harm="what was used is not stored: it waited for pages above it that others have written",
+        file=BACKUP,
+        old="        while above is not None and above.end > start:\n            for child",
+        new="        if above is not None and above.end > start:\n            for child",
+        test=FOUND + "test_what_waits_below_a_lost_page_follows_whoever_writes_that",
+    ),
+    Mutant(
+        id="a-store-that-is-being-opened-has-gone",
+        rule="§12.2",
+        harm="a leak: what is opened then is closed when the threads that it needs have ended",
+        file=TIER,
+        old="        await self._tried.wait()",
+        new="        await asyncio.sleep(0)",
+        test=FOUND + DETACHED,
+    ),
+    Mutant(
+        id="nobody-knows-of-a-store-that-is-being-attached",
+        rule="§12.2",
+        harm="a leak: the cache ends, and the store that is opened for it stays",
+        file=CONTROLLER,
+        old="        current = (self._attaching, self.storage)",
+        new="        current = (None, self.storage)",
+        test=FOUND + "test_the_cache_s_end_waits_for_a_store_that_is_being_attached",
+    ),
+    Mutant(
+        id="nobody-knows-of-a-store-that-could-not-be-attached",
+        rule="§12.2",
+        harm="a leak: the cache ends while the store is being closed, with the threads for that",
+        file=CONTROLLER,
+        old=(
+            "            self._detached.append(tier)\n"
+            "            tier.when_gone(partial(self._gone, tier))\n"
+        ),
+        new="",
+        test=FOUND + "test_the_cache_s_end_waits_for_a_store_that_is_being_attached",
+    ),
+    Mutant(
+        id="a-store-that-could-not-be-attached-is-in-the-way-of-the-next",
+        rule="§10.9",
+        harm="a hang: the next store waits until the tree has forgotten what it never believed",
+        file=CONTROLLER,
+        old="            tier.forgotten.set()  # nothing was believed of it\n",
+        new="",
+        test=FOUND + "test_the_cache_s_end_waits_for_a_store_that_is_being_attached",
     ),
     Mutant(
         id="a-backup-does-not-look-above",

@@ -30,6 +30,7 @@ from tiered_cache.pools.device import DevicePools, torch_dtype
 from tiered_cache.pools.host import HostArena
 from tiered_cache.pools.spec import HEADER_BYTES, PoolSpec, row_layout
 from tiered_cache.strategies.plain import FULL
+from tiered_cache.transfer import cpu
 from tiered_cache.transfer.copier import JOB_BYTES, Direction
 from tiered_cache.transfer.cpu import CpuCopier
 from tiered_cache.types import ComponentId, PageIds
@@ -275,6 +276,26 @@ def test_python_goes_on_while_bytes_move(direction: Direction) -> None:
             world.copier.copy(job)
 
     assert turns_of_others(copy) > 20
+
+
+@pytest.mark.parametrize("in_line", [False, True])
+@pytest.mark.parametrize("direction", Direction)
+def test_the_core_is_given_up_between_pieces(
+    direction: Direction, in_line: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever waits for it waits for one piece and not for a job; and not at every small row."""
+    spec = PoolSpec("k", FULL, (0, 1, 2, 3), (16, 64), "uint8", 16)  # pages of 64 KiB
+    num_pages = JOB_BYTES // spec.page_bytes
+    world = World.of(CpuCopier, DevicePools((spec,), {FULL: num_pages}), num_rows=num_pages)
+    chance = np.random.default_rng(1)
+    device_ids, host_ids = (chance.permutation(num_pages).astype(np.int32) for _ in range(2))
+    if in_line:
+        host_ids.sort()
+    given_up = []
+    monkeypatch.setattr(cpu, "_give_way", lambda: given_up.append(None))
+    [job] = world.copier.plan(direction, 0, device_ids, host_ids)
+    world.copier.copy(job)
+    assert len(given_up) == JOB_BYTES // cpu.PIECE_BYTES
 
 
 def test_an_arena_must_be_laid_out_for_the_pools() -> None:

@@ -12,6 +12,9 @@ the speed, measured (`python -m benchmarks copies`):
 * One pass. Rows that stand in line are a strided array, and one assignment scatters it. The way
   back needs a temporary (numpy gathers into one), so it goes in blocks that stay in the L2 cache;
   slices of 32 KiB are worth a call each, which needs none.
+* A core that is given up now and then (`_give_way`): where cores are short the event loop waits for
+  one, at the worst until a thread's time slice is over (3 ms on Linux). Threads that merely rank
+  lower (`nice`) are left beside a busy model, where they get next to nothing.
 * numpy rather than torch: `index_select(out=…)` and `index_copy_` take 1.4 to 2 times as long, and
   use threads of their own that spin for each other.
 """
@@ -19,6 +22,7 @@ the speed, measured (`python -m benchmarks copies`):
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -29,7 +33,7 @@ from tiered_cache.transfer.copier import CopyJob, Direction
 from tiered_cache.transfer.parts import Part, PartsCopier, rising_runs
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -41,6 +45,13 @@ if TYPE_CHECKING:
 BLOCK_BYTES: Final = 256 << 10
 """What is gathered at a time. The temporary must stay in the L2 cache until it is written: blocks
 of 8 MiB cost a quarter more."""
+
+PIECE_BYTES: Final = 2 << 20
+"""What is copied, at most, before others get the core: half a millisecond. Each piece may have to
+wait for the GIL, too, so they are not smaller."""
+
+_give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
+"""Let go of the core if somebody waits for it. Windows has no such call."""
 
 DIRECT_BYTES: Final = 32 << 10
 """Slices of this length are stored one by one: a fifth faster, at half a microsecond each."""
@@ -73,10 +84,17 @@ class CpuCopier(PartsCopier["_GroupedPart"]):
         runs = list(rising_runs(job.host_ids))
         for group in groups:
             places = group.device.places(job.device_ids)
-            for start, stop in runs:
-                first = int(job.host_ids[start])
-                rows = group.host[first : first + stop - start]
-                move(group.device.slices, places[start:stop], rows)
+            num_moved, step = 0, group.rows_at_a_time
+            for first, last in runs:
+                for start in range(first, last, step):
+                    stop = min(start + step, last)
+                    row = int(job.host_ids[start])
+                    rows = group.host[row : row + stop - start]
+                    move(group.device.slices, places[start:stop], rows)
+                    num_moved += stop - start
+                    if num_moved >= step:
+                        num_moved = 0
+                        _give_way()
         job.issued.set()
 
     def close(self) -> None:
@@ -136,6 +154,12 @@ class _Group:
 
     host: Bytes
     device: _Layers
+
+    @property
+    def rows_at_a_time(self) -> int:
+        """As many as make a piece."""
+        _, num_slices, slice_bytes = self.host.shape
+        return int(max(1, PIECE_BYTES // (num_slices * slice_bytes)))
 
 
 class _Layers:

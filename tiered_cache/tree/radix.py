@@ -958,12 +958,16 @@ class RadixTree:
         unless_stored: bool = False,
     ) -> list[Piece]:
         """What the path to `boundary` lacks on `target` from `start` on and can be brought, root
-        first; cuts the path where the boundary is. `unless_stored`: and storage lacks it, too.
+        first; cuts the path where the boundary is, and for the device where more than a window
+        would come. `unless_stored`: and storage lacks it, too.
 
         Raises:
             StaleError: the boundary's node is gone.
         """
-        path = self._path_to(self.cut(boundary))[::-1]
+        path = self._path_to(self.cut(boundary))
+        if target is DEVICE and self._windows:
+            self._cut_windows(path)
+        path.reverse()
         return self.components[component].build_hicache_transfers(
             path, start, target, unless_stored=unless_stored
         )

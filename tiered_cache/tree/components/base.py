@@ -226,6 +226,11 @@ class TreeComponent(ABC):
         """The most ids that a request of so many pages needs at a time (semantics §11.5)."""
         return num_pages
 
+    @property
+    def chunk_pages(self) -> int:
+        """How many ids of `footprint` are for the chunk that a request computes next."""
+        return 0
+
     def needed_from(self, depth: int) -> int:
         """The first token whose state is needed to compute what follows `depth`."""
         return 0

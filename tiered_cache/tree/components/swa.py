@@ -192,7 +192,11 @@ class SWAComponent(SparseComponent):
     def footprint(self, num_pages: int) -> int:
         window = self._ceil(self.window) // self.page_size + 1
         # What the tree holds for it, what it has computed since, and the chunk that comes.
-        return min(num_pages, 2 * window + self._ceil(CHUNK_TOKENS) // self.page_size + 1)
+        return min(num_pages, 2 * window + self.chunk_pages)
+
+    @property
+    def chunk_pages(self) -> int:
+        return self._ceil(CHUNK_TOKENS) // self.page_size + 1  # it may begin inside of a page
 
     def needed_from(self, depth: int) -> int:
         return max(0, self._floor(depth - self.window))
@@ -276,12 +280,12 @@ class SWAComponent(SparseComponent):
         return sum(node.end - top for node, top in parts) // self.page_size
 
     def lock_cut(self, path: Sequence[Node]) -> int:
-        """Only where it would be more than two windows: `footprint` has room for these, and each
-        cut is a piece more to store and to load."""
+        """Where it would be more than the window and a page: so much `footprint` has room for, and
+        nobody knows how much is computed before the request holds something else."""
         window, top, end = self._ceil(self.window), 0, path[0].end if path else 0
         for node in self._in_window(path, end, self.window):
             top = node.start
-        return end - window if end - top > 2 * window else 0
+        return end - window if end - top > window + self.page_size else 0
 
     def _would_hold(self, path: Sequence[Node], depth: int) -> Iterator[tuple[Node, int]]:
         """The nodes with a value that a lock would hold, and how many pages of each."""

@@ -31,6 +31,7 @@ from tiered_cache import (
 from tiered_cache.layers import LayerProgress, stale_load
 from tiered_cache.storage.backend import WriteResult
 from tiered_cache.testing.faulty_backend import CallGate, flipped
+from tiered_cache.transfer.copier import Direction
 from tiered_cache.tree.components import swa
 from tiered_cache.types import Boundary, EvictParams, Tier
 
@@ -699,3 +700,57 @@ def test_what_one_store_may_lack_another_s_rows_do_not_make_good() -> None:
     a store that had been cleared meanwhile; another store was attached by then and had the pages
     above it, and with that the excuse was gone."""
     assert play(20261130800100).met["other stores"]
+
+
+async def only_windows_are_gone(r: Rig, copies: Copies, tokens: list[int]) -> None:
+    """The host has all of a prompt, the device the base of nearly all."""
+    lease = await r.lease(tokens)
+    await r.compute(lease, P)
+    lease.close()
+    await copies.all()
+    await r.cache.evict(EvictParams(num_pages={"swa": 1 << 10}))
+
+
+async def test_loads_that_fail_again_and_again_end_in_a_grant() -> None:
+    """Seed 1133 of a changed schedule: of two windows one had no room, so the loads of the other
+    came to nothing, and while they held the base the lease had lost its room; so it started over,
+    with the very same loads, for ever."""
+    copies = Copies()
+    device = {"tokens": 16 * P, "ratio": {"swa": 2.0}}
+    options = {"copy_executor": copies}
+    async with hybrid_rig("swa", 16, device=device, host={"tokens": 400}, options=options) as r:
+        copies.attach(r.cache._parts.host.copier)  # type: ignore[union-attr]
+        r.at_exit(copies.end)
+        await only_windows_are_gone(r, copies, seq("A", 44))
+        other = await r.lease(seq("B", 16))
+        copies.fails = lambda job: job.direction is Direction.LOAD
+        granting = start(r.lease([*seq("A", 44), 1]))
+        for _ in range(40):
+            await turns()
+            if granting.done():
+                break
+            copies.run_all()
+        lease = await soon(granting)
+        assert lease.prefix_len == 0
+        assert "a bad row" in lease.why
+        copies.fails = lambda job: False
+        await r.compute(lease)
+        lease.close()
+        other.close()
+        await copies.all()
+
+
+async def test_no_load_is_begun_where_one_component_has_no_room() -> None:
+    """Found beside that: what had room was copied, and was of no use."""
+    device = {"tokens": 32 * P, "ratio": {"swa": 14 / 32, "mamba": 8 / 32}}
+    with mock.patch.object(swa, "CHUNK_TOKENS", P):
+        async with hybrid_rig("mamba_swa", 32, device=device, host={"tokens": 400}) as r:
+            await r.serve(A[:24])
+            await r.cache.drain()
+            await r.cache.evict(EvictParams(1 << 10))
+            other = await r.lease(B)
+            async with r.cache.lease([*A[:24], 1]) as lease:
+                assert (lease.prefix_len, r.counters.loads) == (0, 0)
+                assert "no room for swa" in lease.why
+                await r.compute(lease)
+            other.close()

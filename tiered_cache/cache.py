@@ -204,9 +204,9 @@ class UnifiedRadixCache:
         began = controller.now() if timeout is not None else 0.0
         left = timeout
         place = controller.admission.take_place() if controller.storage is not None else None
+        limit, has_tried_again = lease.reusable, False
         try:
             while True:
-                limit = lease.reusable
                 if place is not None:
                     await lease.prefetch(limit, left)  # storage → host
                     if timeout is not None:
@@ -222,7 +222,11 @@ class UnifiedRadixCache:
                     raise
                 if not (lease.is_stale or lease.has_lost_room):
                     return
-                lease.start_over()  # a reset came between, or others
+                # A reset came between; or others, and then what did not come is tried once more.
+                if not lease.is_stale:
+                    limit = lease.prefix_len if has_tried_again else lease.reusable
+                    has_tried_again = True
+                lease.start_over()
                 lease.end_prefetch()
                 if timeout is not None:
                     left = max(0.0, timeout - (controller.now() - began))

@@ -92,6 +92,7 @@ class Lease:
         "_layerwise",
         "_load",
         "_not_fetched",
+        "_not_loaded",
         "_num_runs",
         "_page_size",
         "_parts",
@@ -160,6 +161,7 @@ class Lease:
         self._reused_storage = 0  # what of that a prefetch had brought to the host
         self._prefetch: PrefetchHandle | None = None
         self._not_fetched = ""  # why storage had no more of it
+        self._not_loaded = ""  # why it started over without what the host has
         self._storage_from = sys.maxsize  # what device and host had before it
         self._storage_to = 0  # and with what it has brought
         self._full_hit_length = 0
@@ -328,6 +330,7 @@ class Lease:
         self.prefix_len = self.committed = self._computed = self._promised = 0
         self._reused = self._reused_host = self._reused_storage = 0
         self._storage_from, self._storage_to = sys.maxsize, 0
+        self._not_loaded = self._load.shortened if self._load is not None else ""
         self._load = None
         self._skipped = 0
         self.table.cut(0)
@@ -435,8 +438,9 @@ class Lease:
                 else "no whole page before the last token"
             )
         page = f"[{self.prefix_len}, {self.prefix_len + self._page_size})"
-        if self._load is not None and self._load.shortened:
-            return f"page {page} did not come: {self._load.shortened}"
+        shortened = self._load.shortened if self._load is not None else self._not_loaded
+        if shortened:
+            return f"page {page} did not come: {shortened}"
         if self._full_hit_length > self.prefix_len:
             return f"page {page} was known, but not on the device"
         if self._not_fetched:

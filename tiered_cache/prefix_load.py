@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from tiered_cache.controller import HybridCacheController
     from tiered_cache.lease import Lease
     from tiered_cache.transfers import Transfer
-    from tiered_cache.tree.plans import Piece
 
 
 class PrefixLoad:
@@ -145,16 +144,16 @@ class PrefixLoad:
         boundary = tree.match_deeper(receipt, lease.key, limit, device_only=False)
         if boundary is None or boundary.depth - receipt.depth < controller.load_back_threshold:
             return []
+        for part in controller.sparse:  # before any is begun: without all, none is of use
+            if not self._has_room(part.index, boundary):
+                self.shortened = f"there is no room for {part.id}"
+                return []
         # What must not be there without the first component comes first, and waits for it: then all
         # of it becomes visible in one step.
         loads: list[Transfer] = []
         for part in reversed(tree.components):
             start = receipt.depth if part.index == BASE else 0
-            pieces = tree.plan_transfer(boundary, part.index, Tier.DEVICE, start)
-            if not self._may_take(part.index, pieces):
-                self.shortened = f"there is no room for {part.id}"
-                break
-            for piece in pieces:
+            for piece in tree.plan_transfer(boundary, part.index, Tier.DEVICE, start):
                 if piece.ids is None:
                     load = cast("Transfer", piece.pending)
                     transfers.join(load, self)
@@ -172,11 +171,12 @@ class PrefixLoad:
         self._settle()
         return loads
 
-    def _may_take(self, index: int, pieces: Sequence[Piece]) -> bool:
-        """Whether there are pages for these pieces. Those of the first component are the lease's
-        own; of others there must be some beside what is promised, until its own are free again."""
+    def _has_room(self, index: int, boundary: Boundary) -> bool:
+        """Whether there are pages for what is missing of a component with tombstones, beside what
+        is promised, until the lease's own are free again. (Those of the first are its own.)"""
+        pieces = self._controller.tree.plan_transfer(boundary, index, Tier.DEVICE)
         wanted = sum(len(piece.ids) for piece in pieces if piece.ids is not None)
-        return index == BASE or wanted <= self._controller.accounts.spare(index)
+        return wanted <= self._controller.accounts.spare(index)
 
     async def _be_promised_again(self) -> None:
         """Its pages are with a copier that has not ended, and the lease needs others for the same

@@ -273,7 +273,7 @@ async def test_a_lease_that_is_closed_under_fences(stack: str) -> None:
 @every_stack
 async def test_drafts_that_are_rejected_under_fences(stack: str) -> None:
     """They are taken back, and written again, with what was promised; nobody else has them."""
-    async with device_rig(stack) as (r, device):
+    async with device_rig(stack, FOOTPRINT + 2) as (r, device):  # what can be rolled back
         async with r.cache.lease(seq("A", 32), reserve=120, rollback=6) as lease:
             loop = Loop(r, device, lease, 3)
             await loop.prompt()

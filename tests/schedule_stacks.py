@@ -6,19 +6,21 @@ What they add to the proofs:
 * a match ends where the rule by pages says (`component_scene`), on the device and on both tiers;
 * what a lease goes on from reads right: the window behind it, the state that it works with, and
   where it would go back to when its next run fails;
-* while nothing was evicted, every prefix that somebody has published to is found.
+* while nothing was evicted, every prefix that somebody has published to is found;
+* a device that computes on after a run has returned reads and writes what nobody else has
+  (`Launch`), states and the copies of them included.
 
 Left out: an engine that calls for everything itself (a model with states computes in `run`, and
-`begin_req` knows no chunks), fences (a device that computes on after the run has returned), and
-layers (a window or a state is loaded for all its layers at once).
+`begin_req` knows no chunks), and layers (a window or a state is loaded for all its layers at once).
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import random
 import runpy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -27,7 +29,8 @@ from unittest import mock
 import numpy as np
 import numpy.typing as npt
 
-from tiered_cache import Lease, RadixKey, UnifiedRadixCache, build
+from tests.device_helpers import Device, Launched
+from tiered_cache import Chunk, Lease, RadixKey, UnifiedRadixCache, build
 from tiered_cache.lease_parts import StatePart
 from tiered_cache.pools.spec import PoolSpec
 from tiered_cache.strategies.base import ComponentSpec, StackPlan
@@ -245,7 +248,39 @@ def states_of(lease: Lease) -> list[StatePart]:
     return lease._parts._states if lease._parts is not None else []
 
 
-def prove_standing(oracle: ByteOracle, lease: Lease) -> None:
+class Launch:
+    """A run over one chunk that a device goes on with when it has returned: it reads and writes
+    when `finish` comes to it, or whoever runs next."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._launched: Launched | None = None
+        self._is_committed = False
+
+    def __call__(self, chunk: Chunk) -> int:
+        self._launched = self._device.launch(chunk)
+        return chunk.stop
+
+    @property
+    def ready(self) -> asyncio.Future[None]:
+        assert self._launched is not None, "it has run"
+        return self._launched.ready
+
+    def finish(self) -> None:
+        assert self._launched is not None, "it has run"
+        self._device.finish(self._launched)
+
+    def start(self) -> None:
+        """Its chunk is about to be committed."""
+        self._is_committed = True
+
+    def end(self) -> None:
+        """Whoever has launched it is through with it."""
+        if self._launched is not None and not self._is_committed:
+            self._device.forget(self._launched)
+
+
+def prove_standing(oracle: ByteOracle, lease: Lease, device: Device) -> None:
     """A lease can go on from what it has computed, and from where it goes back to if that fails;
     and of windows it is promised all that it may take."""
     if lease._parts is not None:
@@ -254,7 +289,10 @@ def prove_standing(oracle: ByteOracle, lease: Lease) -> None:
             num_computed = -(-lease.computed // lease._page_size)
             is_at_rest = num_computed == lease.table.num_pages and not lease.is_running
             if is_at_rest and num_computed < lease._parts._num_pages:
-                assert window.promised, f"{lease!r} may grow, and has no page of a window for that"
+                has_pages = window.promised or window.num_left
+                assert has_pages, f"{lease!r} may grow, and has no page of a window for that"
+    if is_unwritten(lease, device.unwritten):
+        return
     depths = [(lease.computed, NO_PAGE)]
     for part in states_of(lease):
         known = {
@@ -273,6 +311,19 @@ def prove_standing(oracle: ByteOracle, lease: Lease) -> None:
     for depth, state in depths:
         if depth:
             oracle.verify(Standing(lease, state), lease.key, 0, depth)
+
+
+def is_unwritten(lease: Lease, unwritten: Mapping[str, set[int]]) -> bool:
+    """Whether a device is to write some of what a lease goes on from."""
+    states = {part.index: part for part in states_of(lease)}
+    for component, ids in zip(lease._controller.tree.components, lease.table.ids, strict=True):
+        held = set(ids[: lease.table.num_pages].tolist())
+        if component.index in states:
+            part = states[component.index]
+            held |= {part._slot, part._kept, part._origin}
+        if held & unwritten.get(str(component.id), set()):
+            return True
+    return False
 
 
 def has_left_behind(lease: Lease) -> bool:

@@ -35,6 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tests import schedule_stacks, storage_helpers
+from tests.device_helpers import Device, Synchronised
 from tests.lease_helpers import MODEL, settings
 from tests.schedule_stacks import Rule, StackShape
 from tests.schedule_storage import StorageShape, ThirdTier
@@ -455,6 +456,10 @@ class Schedule:
         self.controller = self.cache._controller
         self.oracle = ByteOracle(self.cache)
         self.model = OracleModel(self.oracle)
+        self.device: Device | None = None
+        if self.stack is not None:
+            self.device = Device(self.cache, self.oracle)
+            self.model = Synchronised(self.device, self.oracle)
         self._models.append(self.model)
         self.rule = Rule(self.cache)
         self.unwritten = set()
@@ -779,24 +784,28 @@ class Schedule:
         else:
             assert is_legal
             self.meet("truncations")
-            if self.stack is not None:
+            if self.device is not None:
                 assert lease.computed == min(before, length)
                 self.meet("truncations of what was computed", length < before)
-                schedule_stacks.prove_standing(self.oracle, lease)
+                schedule_stacks.prove_standing(self.oracle, lease, self.device)
 
     async def _compute(self, lease: Lease, chunk: Chunk) -> None:
         draws = self.draws
         hows = ("commits",) * 6 + ("launches", "returns", "fails", "pipelines")
+        if self.stack is not None:
+            hows += ("computes on",) * 3
         how = draws.choice(hows)
         await lease.ready()
         self.note(f"{chunk!r} {how}")
         model: Callable[..., Any] = self._model_for(lease, chunk)
-        launch = None
+        launch: Launch | schedule_stacks.Launch | None = None
         if how == "fails":
-            model = _explode
-        elif self.stack is not None:
-            if how == "launches":  # nothing computes on after a run
+            model = _explode if self.device is None else partial(_explode_after, self.device)
+        elif self.device is not None:
+            if how == "launches":
                 model = partial(_fail_late, self.model)
+            elif how == "computes on":
+                model = launch = schedule_stacks.Launch(self.device)
         elif how == "launches" and model is self.model:
             model = launch = Launch(self, chunk)
         try:
@@ -808,7 +817,7 @@ class Schedule:
                 self.meet("windows given up behind", schedule_stacks.has_left_behind(lease))
                 kept = [part._kept_depth >= 0 for part in schedule_stacks.states_of(lease)]
                 self.meet("states kept", any(kept))
-            if how in ("commits", "launches", "pipelines"):
+            if how in ("commits", "launches", "pipelines", "computes on"):
                 await self._commit(lease, chunk, launch)
         except LoadFailed:
             self.meet("runs that a load has failed under")
@@ -822,8 +831,13 @@ class Schedule:
             if self._is_stale(lease):
                 raise
             self.meet("chunks that had become stale")
+        finally:
+            if isinstance(launch, schedule_stacks.Launch):
+                launch.end()
 
-    async def _commit(self, lease: Lease, chunk: Chunk, launch: Launch | None) -> None:
+    async def _commit(
+        self, lease: Lease, chunk: Chunk, launch: Launch | schedule_stacks.Launch | None
+    ) -> None:
         if launch is None:
             if self.draws.random() < 0.2:
                 await self.pause()
@@ -834,7 +848,20 @@ class Schedule:
             self.meet("fences")
             launch.start()
             lease.commit(chunk, ready=launch.ready)
+            if isinstance(launch, schedule_stacks.Launch):
+                self.meet("fences over windows and states")
+                self.meet("given up under a fence", lease._fences.has_left)
+                self.spawn(self._finish(launch))
         self.step()
+
+    async def _finish(self, launch: schedule_stacks.Launch) -> None:
+        await asyncio.sleep(self.draws.choice((0, 1, 1, 2, 5)))
+        launch.finish()
+        if self.draws.random() < 0.03:
+            self.meet("fences that failed")
+            launch.ready.set_exception(DeviceError())
+        else:
+            launch.ready.set_result(None)
 
     def _model_for(self, lease: Lease, chunk: Chunk) -> Callable[..., Any]:
         return self.model if lease.layers is NO_LOADS else LayerReader(self, chunk)
@@ -1145,10 +1172,12 @@ class Schedule:
     def prove(self) -> None:
         """Everything that must hold between any two callbacks."""
         self.cache.check_integrity()
-        self.oracle.verify_tree(self.unwritten)
+        self.oracle.verify_tree(self._unwritten_by_component())
         for guard in self._guards:
             guard.verify()
         faults = [*self.faults, *(fault for model in self._models for fault in model.faults)]
+        if self.device is not None:
+            faults += self.device.faults
         assert not faults, faults
         for node in self.cache.tree.nodes():
             known = node.namespace.cache_salt, path_tokens(node)
@@ -1157,8 +1186,8 @@ class Schedule:
             )
         for lease in self.controller.all_leases():
             if not lease.closed and not self._is_stale(lease):
-                if self.stack is not None:
-                    schedule_stacks.prove_standing(self.oracle, lease)
+                if self.device is not None:
+                    schedule_stacks.prove_standing(self.oracle, lease, self.device)
                 else:
                     prove_lease(self.oracle, lease, self.unwritten)
         if self.third:
@@ -1206,10 +1235,15 @@ class Schedule:
             MatchPrefixParams(RadixKey(tokens, cache_salt=salt), limit)
         )
 
+    def _unwritten_by_component(self) -> dict[str, set[int]]:
+        if self.device is not None:
+            return self.device.unwritten
+        return {str(self.cache.tree.components[BASE].id): self.unwritten}
+
     def _prove_quiet(self) -> None:
         """Nothing is in flight, and nobody holds anything."""
         self.prove()
-        assert not self.unwritten
+        assert not any(self._unwritten_by_component().values())
         controller, tree = self.controller, self.cache.tree
         assert self.cache.outstanding() == []
         assert len(controller.fences) == len(tree.receipts) == len(controller.claims._claims) == 0
@@ -1258,6 +1292,12 @@ def _tokens(name: int, stop: int) -> list[int]:
 
 
 def _explode(*_: Any) -> None:
+    raise ModelError
+
+
+def _explode_after(device: Device, *_: Any) -> None:
+    """What was put on the device before comes to its end."""
+    device.finish()
     raise ModelError
 
 

@@ -231,7 +231,7 @@ async def test_only_the_pages_under_a_fence_are_held_back() -> None:
     """Looked for by page, in any order; a lifted fence stands over nothing."""
     lifted: list[str] = []
     fences = Fences(lambda: lifted.append("changed"))
-    fence = fences.raise_over(ids(7, 3), lambda: lifted.append("mine"))
+    fence = fences.raise_over([ids(7, 3)], lambda: lifted.append("mine"))
     assert fences.over(ids(1, 3)) == [fence]
     assert fences.over(ids(1, 2, 4)) == []
     fences.lift(fence)

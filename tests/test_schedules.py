@@ -71,6 +71,8 @@ FLOORS: Final = {
     # Windows and states.
     "tombstones matched below": 500,
     "windows given up behind": 800,
+    "fences over windows and states": 1_500,
+    "given up under a fence": 500,
     "states kept": 120,
     "states_skipped": 600,
     "states_taken_over": 15,

@@ -680,6 +680,7 @@ class Opening:
                 ranks=self._ranks,
                 max_pinned=self._config.device.max_pinned,
                 stream=self._stream,
+                computes_on=parts.pools.device.type == "cuda",
                 copy_states=partial(_copy_states, parts),
             )
             storage = parts.storage

@@ -137,6 +137,7 @@ class HybridCacheController:
         ranks: whom to agree with.
         max_pinned: how much of the device pins may hold, from 0 to 1.
         stream: on which the models compute, if they go on after a run has returned.
+        computes_on: whether they do, on a stream that each commit says.
         copy_states: copies states of the device, in a run's thread.
     """
 
@@ -152,6 +153,7 @@ class HybridCacheController:
         ranks: Ranks,
         max_pinned: float = 0.25,
         stream: torch.cuda.Stream | None = None,
+        computes_on: bool = False,
         copy_states: Callable[[Sequence[StateCopy]], None] | None = None,
     ) -> None:
         self.tree = tree
@@ -169,7 +171,7 @@ class HybridCacheController:
         self.lent = LentPages(self.accounts, tree.page_size)
         self.admission = AdmissionQueue(self.counters)
         self.claims = Claims(tree.page_size)
-        self.fences = Fences(self.calmed)
+        self.fences = Fences(self.calmed, computes_on=computes_on or stream is not None)
         self.transfers: Transfers | None = None
         self.write_policy: WritePolicy = NoWrites()
         self.storage: StorageTier | None = None
@@ -582,8 +584,8 @@ class HybridCacheController:
         progress = [load.progress for load in loads if load.progress is not None]
         return LayerWaits(progress, self._thread)
 
-    def raise_fence(self, ids: PageIds, ready: Any, on_lift: Callable[[], None]) -> Fence:
-        """Pages are published that a device has not written yet.
+    def raise_fence(self, ids: Sequence[PageIds], ready: Any, on_lift: Callable[[], None]) -> Fence:
+        """Ids of each component are published that a device has not written yet.
 
         Raises:
             TypeError: `ready` is nothing to wait for.

@@ -30,14 +30,16 @@ import torch
 
 from tiered_cache.chunk import Chunk, find_chunks
 from tiered_cache.errors import CapacityError, ClosedError, RanksError, StaleError
+from tiered_cache.fences import LeaseFences
 from tiered_cache.joint import JointGrant
 from tiered_cache.keys import check_token
 from tiered_cache.layers import NO_LOADS
-from tiered_cache.lease_parts import LeaseParts
+from tiered_cache.lease_parts import Hold, LeaseParts
 from tiered_cache.page_table import PageTable
 from tiered_cache.prefix_load import PrefixLoad
 from tiered_cache.publish import publish
 from tiered_cache.ranks import EQUAL
+from tiered_cache.tree.components.base import NO_PAGES, join
 from tiered_cache.tree.node import BASE
 from tiered_cache.types import NO_PAGE, Boundary, Hits, MatchPrefixParams, whole_number
 
@@ -45,7 +47,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from tiered_cache.controller import HybridCacheController
-    from tiered_cache.fences import Fence
     from tiered_cache.keys import RadixKey
     from tiered_cache.layers import LayerWaits
     from tiered_cache.lease_parts import StateCopy
@@ -97,7 +98,6 @@ class Lease:
         "_parts",
         "_prefetch",
         "_promised",
-        "_retired",
         "_reused",
         "_reused_host",
         "_reused_storage",
@@ -168,17 +168,15 @@ class Lease:
         self._promised = 0  # of `unspent`, what the accounts know
         self._seen = -1  # the tree's growth when it was last matched
         self._load: PrefixLoad | None = None  # what it gets from the host
-        self._fences: Sequence[Fence] = ()
+        # What it has given up under one, too: from that it takes its next pages.
+        self._fences = LeaseFences(controller.tree, controller.accounts, controller.fences)
         # What the table is to name, and from which page on, when the last run has ended.
         self._canonical: Sequence[tuple[int, Sequence[PageIds]]] = ()
-        # Given up under a fence: they go home when it is lifted. Until then the lease takes its
-        # next pages from them, which the same device writes later.
-        self._retired: Sequence[tuple[PageIds, ...]] = ()
         # Without entries until admission has looked: a reserve that can never fit costs no memory.
         self.table = PageTable(len(controller.tree.components), self._page_size)
         self._parts: LeaseParts | None = None
         if controller.sparse:
-            given = controller.sparse, self.table, controller.accounts
+            given = controller.sparse, self.table, controller.accounts, self._fences
             self._parts = LeaseParts(*given, self._admitted_pages, rollback)
 
     # --- grant ------------------------------------------------------------------------------------
@@ -388,7 +386,7 @@ class Lease:
         assert load is not None, "it says so"
         own, keep = load.end // self._page_size, self.committed // self._page_size
         dropped = self.table.cut(keep)
-        self._give_back([ids[max(0, own - keep) :] for ids in dropped])
+        self._fences.give_back([ids[max(0, own - keep) :] for ids in dropped])
         lost = max(0, load.end - self.committed)
         self._reused -= lost
         self._reused_host -= lost
@@ -611,7 +609,7 @@ class Lease:
         self.check()
         if HAS_PAGES not in agreed:
             if had < self.table.num_pages:
-                self._give_back(self.table.cut(had))
+                self._fences.give_back(self.table.cut(had))
                 self.settle_promise()
                 self._controller.admission.look_again()
             missing = self.pages_beyond_promise(stop)
@@ -638,25 +636,38 @@ class Lease:
         fence is lifted, and the state that it works with is promised beside the one it holds."""
         if not self._may_hold_state(boundary):
             return False
-        if not self._fences:
-            return True
-        spare = self._controller.accounts.room_beside(0)
         needed = self._controller.tree.would_need(boundary)
-        return all(pages <= room for pages, room in zip(needed, spare, strict=True))
+        return not self._fences.keeps or self._has_room_beside(boundary.depth, needed)
+
+    def _has_room_beside(self, stop: int, needed: list[int]) -> bool:
+        """Whether what it holds of `[0, stop)` then can be held beside what it gives up for it,
+        which goes home when the fences that stand now are lifted."""
+        if self._parts is not None:
+            for index, num_ids in self._parts.would_leave(stop):
+                needed[index] += num_ids
+        spare = self._controller.accounts.room_beside(0)
+        return all(num_ids <= room for num_ids, room in zip(needed, spare, strict=True))
 
     def _may_hold_state(self, boundary: Boundary) -> bool:
         if self._parts is None or not self._parts.has_states:
             return True
+        return self._parts.may_hold(
+            self._controller.tree.would_protect(boundary), self._would_release()
+        )
+
+    def _would_release(self) -> list[int]:
+        """Per component, ids that go home when it holds something else instead."""
         assert self.receipt is not None, "granted leases hold a receipt"
-        tree = self._controller.tree
-        would_release = tree.would_release([self.receipt])
-        return self._parts.may_hold(tree.would_protect(boundary), would_release)
+        if self._fences.keeps:
+            return [0] * len(self._controller.tree.components)
+        return self._controller.tree.would_release([self.receipt])
 
     def _take_over(self, boundary: Boundary) -> None:
         """Hold a deeper device boundary, and use the tree's pages up to it instead of own ones."""
         tree, receipt = self._controller.tree, self.receipt
         assert receipt is not None, "granted leases hold a receipt"
         size, held = self._page_size, receipt.depth
+        before = Hold(receipt.node, tuple(receipt.parts), [NO_PAGES] * len(self.table.ids))
         tree.advance(receipt, boundary)
         tree.count_hits(receipt, above=held)
         superfluous = []
@@ -667,7 +678,9 @@ class Lease:
             self.prefix_len = max(self.prefix_len, boundary.depth)
         self._adopt_prefix(boundary.depth, tree.pages(boundary, self.committed))
         if superfluous:
-            self._give_back(superfluous)
+            self._fences.give_back(superfluous)
+        if self._parts is not None:
+            self._parts.keep_left(tree, before, receipt)
 
     def allocate(self, num_tokens: int) -> Chunk:
         """The next `num_tokens` tokens to compute, for callers that cut and schedule themselves.
@@ -743,6 +756,7 @@ class Lease:
         """A run over `chunks` has really ended; whether it has computed them, and whether it has
         begun to (None: it was not even prepared)."""
         self._num_runs -= 1
+        self._fences.run_ended()
         if self._parts is not None and self.epoch == self._controller.epoch:
             mine = [chunk.stop for chunk in chunks if chunk.lease is self]
             if mine and touched is not None:
@@ -769,6 +783,8 @@ class Lease:
             self.fall_back()
             self.settle_promise()
         elif self._deferred and not self._is_using_load:
+            if self._deferred >= self._computed:
+                self._settle_left()
             self._publish_deferred()
         if self._closed and not self._fences:
             self._end()
@@ -788,11 +804,11 @@ class Lease:
         self.prefix_len = min(self.prefix_len, depth)
         keep = -(-depth // self._page_size)
         if keep < self.table.num_pages:
-            self._give_back(self.table.cut(keep))
+            self._fences.give_back(self.table.cut(keep))
 
     def _leave_behind(self) -> None:
         """Pages that no token to come needs go home (semantics §11.6)."""
-        if self._parts is not None and not (self._num_runs or self._fences or self._closed):
+        if self._parts is not None and not (self._num_runs or self._closed):
             ends = [self.prompt_len - 1, self.prompt_len]
             whole = [end - end % self._page_size for end in ends]
             self._parts.leave_behind(self._own_from, self._computed - self._rollback, whole)
@@ -844,8 +860,9 @@ class Lease:
         `ready`: for a device that computes on after the run has returned: a CUDA event, an
         awaitable, or an event with an async `wait`, done when the chunk's pages are written
         (default: the stream given to `open`, as it is now, if there is one). Until then nobody
-        copies them to the host and they stay this lease's, also after its end; another lease that
-        is granted them says so (`ready`). It must not fail: if it does, nobody knows what was
+        copies them to the host and they stay this lease's, also after its end, and so does what the
+        lease gives up meanwhile; its own runs follow each other. Another lease that is granted them
+        says so (`ready`). It must not fail: if it does, nobody knows what was
         written, and the cache is `reset()`.
 
         Raises:
@@ -867,29 +884,30 @@ class Lease:
             ready = self._controller.stream.record_event()
         if ready is not None:
             self._raise_fence(chunk, ready)
+        self._settle_left()
         return self._publish_when_quiet(chunk.stop)
 
     def _raise_fence(self, chunk: Chunk, ready: Any) -> None:
         first, last = chunk.start // self._page_size, -(-chunk.stop // self._page_size)
-        ids = self.table.ids[BASE][first:last].copy()
-        fence = self._controller.raise_fence(ids, ready, self._fence_lifted)
-        self._fences = [*self._fences, fence]
+        ids = [ids[first:last].copy() for ids in self.table.ids]
+        if self._parts is not None:
+            for index, written in self._parts.under_run(first, last):
+                ids[index] = written
+        self._fences.add(self._controller.raise_fence(ids, ready, self._fence_lifted))
+
+    def _settle_left(self) -> None:
+        """The fence over the last run stands, or there is none to come."""
+        if self._fences.settle():
+            self.settle_promise()
+            self._controller.calmed()
 
     def _fence_lifted(self) -> None:
-        self._fences = [fence for fence in self._fences if not fence.lifted.is_set()]
-        if self._fences:
-            return
-        retired, self._retired = self._retired, ()
-        if self.epoch == self._controller.epoch:
-            for pages in retired:
-                self._controller.accounts.give_back(pages)
+        self._fences.look_again(is_stale=self.is_stale)
+        if not self.is_stale:
             self.settle_promise()
             if self._deferred and not (self._num_runs or self._is_using_load):
                 self._publish_deferred()
-        else:
-            for pages in retired:
-                self._controller.accounts.give_back_stale(pages)
-        if self._closed and not self._num_runs:
+        if self._closed and not (self._num_runs or self._fences):
             self._end()
 
     async def ready(self) -> None:
@@ -907,17 +925,11 @@ class Lease:
             await standing[0].passed.wait()  # meanwhile a load may have ended: look again
             self.check()
 
-    def _give_back(self, pages: Sequence[PageIds]) -> None:
-        """Own pages that the lease does not need any more; a fence over them may still stand."""
-        if self._fences:
-            self._retired = [*self._retired, tuple(pages)]
-        else:
-            self._controller.accounts.give_back(pages)
-
     def finish(self) -> int:
         """Publish the whole pages of all that is computed, with a boundary at the prompt's end
         (semantics §5.9)."""
         self.check()
+        self._settle_left()
         return self._publish_when_quiet(self._computed)
 
     def suspend(self) -> None:
@@ -933,18 +945,28 @@ class Lease:
         if (
             self._num_runs
             or (self._load is not None and self._load.is_under_way)
-            or (self._fences and not self._has_room_to_publish(stop))
+            or (self._fences.keeps and not self._has_room_to_publish(stop))
         ):
             self._deferred = max(self._deferred, stop)
             return self.committed
         return self._publish(stop)
 
     def _has_room_to_publish(self, stop: int) -> bool:
-        """Whether what others have published of it can be held beside the own pages, which do not
-        go home before a fence is lifted."""
+        """Whether what others have published of it can be held beside the own pages, and what it
+        holds then beside what it has held, neither of which goes home before a fence is lifted."""
         assert self.receipt is not None, "granted leases hold a receipt"
-        boundary = self._controller.tree.match_deeper(self.receipt, self.key, stop)
-        return boundary is None or self._may_hold(boundary)
+        tree = self._controller.tree
+        boundary = tree.match_deeper(self.receipt, self.key, stop)
+        if boundary is not None and not self._may_hold_state(boundary):
+            return False
+        needed = [0] * len(tree.components) if boundary is None else tree.would_need(boundary)
+        if self._parts is not None:  # where one lacks something, there is no boundary
+            known = tree.known_below(self.receipt, self.key, stop) // self._page_size
+            first = self.committed // self._page_size
+            needed[BASE] = max(needed[BASE], known - first)
+            for index, num_ids in self._parts.num_own(first, known):
+                needed[index] += num_ids
+        return self._has_room_beside(stop, needed)
 
     def _publish(self, stop: int) -> int:
         controller = self._controller
@@ -953,26 +975,28 @@ class Lease:
             stop = self._publishable(stop)
         if stop <= self.committed or not controller.enabled:
             return stop
-        published = stop - self.committed
+        published, receipt = stop - self.committed, self.receipt
+        assert receipt is not None, "it holds what it has published"
         if self._parts is not None:
             self._parts.offer(stop)
+        pages = slice(self.committed // self._page_size, stop // self._page_size)
+        own = [ids[pages].copy() for ids in self.table.ids] if self._fences.keeps else ()
+        before = Hold(receipt.node, tuple(receipt.parts), own)
         first_changed, duplicates = publish(controller.tree, self, stop)
         if first_changed < stop:
-            self._give_back(duplicates)
+            self._fences.give_back(duplicates)
             self.settle_promise()
             controller.counters.pages_duplicate += sum(map(len, duplicates))
         if self._parts is not None:
-            assert self.receipt is not None, "it holds what it has published"
-            self._parts.published(stop, self.receipt)
+            self._parts.published(stop, receipt)
+            self._parts.keep_left(controller.tree, before, receipt)
         controller.committed(self, published)
         return first_changed
 
     def _publishable(self, stop: int) -> int:
         """How far `[0, stop)` can be published so that others can use it, and this lease go on."""
         assert self._parts is not None, "the caller has looked"
-        assert self.receipt is not None, "granted leases hold a receipt"
-        released = self._controller.tree.would_release([self.receipt])
-        publishable = self._parts.publishable(stop, released)
+        publishable = self._parts.publishable(stop, self._would_release())
         if publishable is None:
             self._controller.counters.states_skipped += 1
             self._skipped = stop
@@ -1030,7 +1054,7 @@ class Lease:
         self._computed = min(self._computed, length)
         keep = -(-length // self._page_size)
         if keep < self.table.num_pages:
-            self._give_back(self.table.cut(keep))
+            self._fences.give_back(self.table.cut(keep))
             self.settle_promise()
             self._controller.admission.look_again()
 
@@ -1089,53 +1113,38 @@ class Lease:
 
     def _take_pages(self, num_pages: int) -> None:
         """Have pages for the first `num_pages` pages of the sequence; all components or none."""
-        table, accounts = self.table, self._controller.accounts
+        table = self.table
         missing = num_pages - table.num_pages
         if missing <= 0:
             return
-        fresh = missing
-        if self._retired and self._parts is None:
-            fresh = max(0, missing - self._num_retired)
+        fresh = max(0, missing - self._fences.num_left(BASE))
         unspent = self.unspent
         if fresh > unspent:
             self._controller.check_spare_of_base(fresh - unspent)
         if self._parts is not None:
-            for index, lacking in self._parts.lacking(fresh):
+            for index, lacking in self._parts.lacking(missing):
                 self._controller.check_spare_of_one(index, lacking)
-        if fresh < missing:
-            table.write(table.num_pages, self._take_retired(missing - fresh))
-        if fresh:
-            table.write(table.num_pages, accounts.take(fresh))
+        table.write(table.num_pages, self._fences.take(missing))
         self.settle_promise()
-
-    @property
-    def _num_retired(self) -> int:
-        return sum(len(pages[BASE]) for pages in self._retired)
-
-    def _take_retired(self, num_pages: int) -> list[PageIds]:
-        joined = [np.concatenate(ids) for ids in zip(*self._retired, strict=True)]
-        rest = tuple(ids[num_pages:] for ids in joined)
-        self._retired = [rest] if len(rest[BASE]) else []
-        return [ids[:num_pages] for ids in joined]
 
     def held_pages(self) -> list[PageIds]:
         """Per component, all pages that the lease holds: the tree's, a load's, its own."""
-        return self._with_retired([ids[: self.table.num_pages] for ids in self.table.ids])
+        pages = self._with_left([ids[: self.table.num_pages] for ids in self.table.ids])
+        if self._fences.has_left:
+            return [join([ids, self._fences.of_tree(at)]) for at, ids in enumerate(pages)]
+        return pages
 
     def private_pages(self) -> list[PageIds]:
         """Per component, the pages that are the lease's own."""
         first = self._own_from
-        return self._with_retired([ids[first : self.table.num_pages] for ids in self.table.ids])
+        return self._with_left([ids[first : self.table.num_pages] for ids in self.table.ids])
 
-    def _with_retired(self, pages: list[PageIds]) -> list[PageIds]:
+    def _with_left(self, pages: list[PageIds]) -> list[PageIds]:
         if self._parts is not None:
             pages = self._parts.in_table(pages)
-        if not self._retired:
-            return pages
-        return [
-            np.concatenate((ids, *retired))
-            for ids, *retired in zip(pages, *self._retired, strict=True)
-        ]
+        if self._fences.has_left:
+            return [join([ids, self._fences.own(at)]) for at, ids in enumerate(pages)]
+        return pages
 
     @property
     def num_private_pages(self) -> int:
@@ -1150,8 +1159,8 @@ class Lease:
         taken = self.table.num_pages
         if self._load is not None:  # what the table names of a load is paid for by `pages`
             taken += self._load.pages + self.committed // self._page_size - self._own_from
-        if self._retired:
-            taken += self._num_retired
+        if self._fences.has_left:
+            taken += self._fences.num_left(BASE)
         return max(0, self._admitted_pages - taken)
 
     @property
@@ -1298,8 +1307,10 @@ class Lease:
             controller.accounts.promise(-self._promised)
             self._promised = 0
         self._closed = True
-        if self._parts is not None and self.epoch == controller.epoch:
-            self._parts.close()
+        if self.epoch == controller.epoch:
+            self._fences.settle()
+            if self._parts is not None:
+                self._parts.close()
         if self._load is not None:
             if self._is_using_load:
                 self._deferred = 0  # it stands on pages that may never come
@@ -1321,12 +1332,12 @@ class Lease:
             return
         if self.epoch != controller.epoch:
             controller.accounts.give_back_stale(self.held_pages())
-            self._retired = ()
+            self._fences.forget()
         else:
-            controller.tree.dec_lock_ref(receipt)
-            if self.num_private_pages or self._retired or self._parts is not None:
+            if self.num_private_pages or self._fences.has_left or self._parts is not None:
                 controller.accounts.give_back(self.private_pages())
-                self._retired = ()
+            self._fences.forget()
+            controller.tree.dec_lock_ref(receipt)
         self.receipt = None
 
     def check(self) -> None:

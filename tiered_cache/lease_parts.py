@@ -10,21 +10,24 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from tiered_cache.errors import StaleError
-from tiered_cache.tree.components.base import NO_PAGES
-from tiered_cache.types import NO_PAGE, Tier
+from tiered_cache.tree.components.base import NO_PAGES, join
+from tiered_cache.types import NO_PAGE, Boundary, Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from tiered_cache.accounts import PageAccounts
+    from tiered_cache.fences import LeaseFences
     from tiered_cache.page_table import PageTable
     from tiered_cache.tree.components.base import TreeComponent
     from tiered_cache.tree.locks import Receipt
+    from tiered_cache.tree.node import Node
+    from tiered_cache.tree.radix import RadixTree
     from tiered_cache.types import PageIds
 
 
@@ -37,6 +40,22 @@ class StateCopy(NamedTuple):
     target: int
 
 
+class Hold(NamedTuple):
+    """What a lease held of the tree (`parts` of the receipt that ended at `node`), and per
+    component the ids of its own that it then gave to the tree."""
+
+    node: Node
+    parts: Sequence[Any]
+    own: Sequence[PageIds]
+
+
+def nodes_between(node: Node, above: Node) -> Iterator[Node]:
+    """`node` and its ancestors below `above`."""
+    while node is not above and node.parent is not None:
+        yield node
+        node = node.parent
+
+
 class LeasePart(ABC):
     """A lease's part of one component.
 
@@ -46,11 +65,18 @@ class LeasePart(ABC):
             tree's, and there may be no slot to go on with for a while. `is_short`: it is less.
     """
 
-    __slots__ = ("_accounts", "_component", "_table", "index", "is_short", "promised")
+    __slots__ = ("_accounts", "_component", "_fences", "_table", "index", "is_short", "promised")
 
-    def __init__(self, component: TreeComponent, table: PageTable, accounts: PageAccounts) -> None:
+    def __init__(
+        self,
+        component: TreeComponent,
+        table: PageTable,
+        accounts: PageAccounts,
+        fences: LeaseFences,
+    ) -> None:
         self._component = component
         self._accounts = accounts
+        self._fences = fences
         self._table = table
         self.index = component.index
         self.promised = 0
@@ -78,9 +104,46 @@ class LeasePart(ABC):
     def unspent(self, num_pages: int) -> int:
         """Ids that a lease of so many pages may still take."""
 
+    @property
+    def num_left(self) -> int:
+        """Ids that it has given up under a fence, and takes first."""
+        return self._fences.num_left(self.index)
+
     def own_beside_table(self) -> PageIds:
         """Own ids that the lease's table does not name."""
         return NO_PAGES
+
+    def under_run(self, first: int, last: int) -> PageIds:
+        """Ids that a run over these pages may have written."""
+        ids = self._ids[first:last]
+        return join([ids[ids != NO_PAGE], self.own_beside_table()])
+
+    def would_leave(self, stop: int) -> int:
+        """Ids that would be the tree's, and that the lease would hold no longer or not at all, if
+        it held `[0, stop)`; at most."""
+        return 0
+
+    def keep_left(self, tree: RadixTree, before: Hold, receipt: Receipt) -> None:
+        """What the lease held before, or has given to the tree, and `receipt` does not hold:
+        somebody holds it as long as the fences stand that stand now."""
+        component, index, part = self._component, self.index, before.parts[self.index]
+        if part is None:
+            return
+        nodes = list(component.held(before.node, Tier.DEVICE, part))
+        nodes += [
+            node
+            for node in nodes_between(receipt.node, before.node)
+            if (value := node.data[index].value) is not None
+            and np.isin(value, before.own[index]).any()
+        ]
+        still = set(component.held(receipt.node, Tier.DEVICE, receipt.parts[index]))
+        starts: list[int | None] = [None] * len(before.parts)
+        for node in nodes:
+            ids = node.data[index].value
+            if ids is not None and node not in still:
+                starts[index] = node.start
+                kept = tree.hold_each(Boundary(node, node.end), Tier.DEVICE, starts)
+                self._fences.keep(index, ids, kept)
 
     def held(self, receipt: Receipt) -> None:
         """The lease holds what `receipt` does, and its table names it: of this component no more
@@ -158,10 +221,11 @@ class WindowPart(LeasePart):
         component: TreeComponent,
         table: PageTable,
         accounts: PageAccounts,
+        fences: LeaseFences,
         num_pages: int,
         rollback: int,
     ) -> None:
-        super().__init__(component, table, accounts)
+        super().__init__(component, table, accounts, fences)
         footprint = component.footprint(num_pages)
         self._most = min(num_pages, footprint + -(-rollback // self._size))
         self._most_behind = footprint - component.chunk_pages if self._most < num_pages else None
@@ -180,7 +244,18 @@ class WindowPart(LeasePart):
         own = int(np.count_nonzero(is_own))
         held = self._num_held + own
         to_come = num_pages - self._committed - own
-        return max(0, min(to_come, self._most - held))
+        most = min(to_come, self._most - held)
+        return max(0, most - self.num_left)
+
+    def would_leave(self, stop: int) -> int:
+        needed, committed = self._component.needed_from(stop) // self._size, self._committed
+        return self.num_own(committed, needed) + max(
+            0, min(committed, needed) - (committed - self._num_held)
+        )
+
+    def num_own(self, first: int, last: int) -> int:
+        """Own ids of the pages `[first, last)`, none of which is committed."""
+        return int(np.count_nonzero(self._ids[first : max(first, last)] != NO_PAGE))
 
     def held(self, receipt: Receipt) -> None:
         super().held(receipt)
@@ -239,8 +314,14 @@ class StatePart(LeasePart):
         "_slot_depth",
     )
 
-    def __init__(self, component: TreeComponent, table: PageTable, accounts: PageAccounts) -> None:
-        super().__init__(component, table, accounts)
+    def __init__(
+        self,
+        component: TreeComponent,
+        table: PageTable,
+        accounts: PageAccounts,
+        fences: LeaseFences,
+    ) -> None:
+        super().__init__(component, table, accounts, fences)
         self.drop()
 
     def drop(self) -> None:
@@ -261,7 +342,8 @@ class StatePart(LeasePart):
         return needed if self._accounts.spare(self.index) < needed else 0
 
     def unspent(self, num_pages: int) -> int:
-        return max(0, self._component.footprint(num_pages) - (self._slot != NO_PAGE))
+        own = (self._slot != NO_PAGE) + self.num_left
+        return max(0, self._component.footprint(num_pages) - own)
 
     @property
     def lacks_slot(self) -> bool:
@@ -295,7 +377,7 @@ class StatePart(LeasePart):
             self._kept, self._kept_depth, self._slot = self._slot, start, NO_PAGE
         source = self._source(start)
         if self._slot == NO_PAGE:
-            self._slot = int(self._accounts.take_of(self.index, 1)[0])
+            self._slot = int(self._fences.take_of(self.index, 1)[0])
         self._begun_at = self._slot_depth = -1
         self._is_prepared = True
         return [StateCopy(self.index, source, self._slot)]
@@ -312,11 +394,12 @@ class StatePart(LeasePart):
 
     def _may_keep(self) -> bool:
         """Whether there is a slot beside what is promised: keeping a state is not."""
-        return self._kept != NO_PAGE or self._accounts.spare(self.index) >= 1
+        spare = self._accounts.spare(self.index) + self.num_left
+        return self._kept != NO_PAGE or spare >= 1
 
     def _give_up_kept(self) -> None:
         if self._kept != NO_PAGE:
-            self._accounts.allocators[self.index].free(np.array([self._kept], np.int32))
+            self._fences.give_back_of(self.index, np.array([self._kept], np.int32))
             self._kept, self._kept_depth = NO_PAGE, -1
 
     def run_ended(self, depth: int, *, was_touched: bool) -> PageIds:
@@ -379,24 +462,27 @@ class LeaseParts:
     """All that a lease has of such components.
 
     Args:
+        fences: what is given up goes home through them.
         num_pages: of the lease, prompt and reserve.
         rollback: tokens behind what is computed that it may be cut to.
     """
 
-    __slots__ = ("_accounts", "_all", "_is_closed", "_num_pages", "_states", "_windows")
+    __slots__ = ("_accounts", "_all", "_fences", "_is_closed", "_num_pages", "_states", "_windows")
 
     def __init__(
         self,
         components: Sequence[TreeComponent],
         table: PageTable,
         accounts: PageAccounts,
+        fences: LeaseFences,
         num_pages: int,
         rollback: int,
     ) -> None:
         self._accounts = accounts
+        self._fences = fences
         self._num_pages = num_pages
         self._is_closed = False
-        given = table, accounts
+        given = table, accounts, fences
         self._windows = [
             WindowPart(part, *given, num_pages, rollback) for part in components if part.is_per_page
         ]
@@ -451,12 +537,16 @@ class LeaseParts:
 
     def lacking(self, num_pages: int) -> list[tuple[int, int]]:
         """Per component, ids beyond the promise that so many more pages of the sequence take."""
-        return [(part.index, max(0, num_pages - part.promised)) for part in self._windows]
+        return [
+            (part.index, max(0, num_pages - part.num_left - part.promised))
+            for part in self._windows
+        ]
 
     def num_pages_to_come(self) -> int:
         """How many more pages of the sequence there can be, of all that is promised or spare."""
+        spare = self._accounts.spare
         return min(
-            (part.promised + max(0, self._accounts.spare(part.index)) for part in self._windows),
+            (part.num_left + part.promised + max(0, spare(part.index)) for part in self._windows),
             default=sys.maxsize,
         )
 
@@ -489,7 +579,7 @@ class LeaseParts:
         instead. None: nothing, for there is no slot to go on with."""
         stop = min(part.publishable(stop) for part in self._all)
         for part in () if self._is_closed else self._states:
-            spare = self._accounts.spare(part.index) + released[part.index]
+            spare = self._accounts.spare(part.index) + released[part.index] + part.num_left
             if part.costs_promise(stop) and spare < 1:
                 return None
         return stop
@@ -501,6 +591,26 @@ class LeaseParts:
             <= max(0, self._accounts.spare(part.index)) + would_release[part.index]
             for part in self._states
         )
+
+    def would_leave(self, stop: int) -> list[tuple[int, int]]:
+        """Per component, ids that would be the tree's and not held, if the lease held `[0, stop)`:
+        under a fence there must be room for them."""
+        return [(part.index, part.would_leave(stop)) for part in self._all]
+
+    def num_own(self, first: int, last: int) -> list[tuple[int, int]]:
+        """Per component that has an id per page, own ids of the pages `[first, last)`."""
+        return [(part.index, part.num_own(first, last)) for part in self._windows]
+
+    def keep_left(self, tree: RadixTree, before: Hold, receipt: Receipt) -> None:
+        """The lease holds what `receipt` does, and not what it held before, or has given to the
+        tree: if a fence stands, that stays where it is until it is lifted."""
+        if self._fences.keeps:
+            for part in self._all:
+                part.keep_left(tree, before, receipt)
+
+    def under_run(self, first: int, last: int) -> list[tuple[int, PageIds]]:
+        """Per component, ids that a run over these pages may have written."""
+        return [(part.index, part.under_run(first, last)) for part in self._all]
 
     def offer(self, stop: int) -> None:
         """`[0, stop)` is about to be published."""
@@ -574,5 +684,4 @@ class LeaseParts:
         return {part.index: part.slot for part in self._states}
 
     def _free(self, part: LeasePart, ids: PageIds) -> None:
-        if len(ids):
-            self._accounts.allocators[part.index].free(ids)
+        self._fences.give_back_of(part.index, ids)

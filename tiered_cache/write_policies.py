@@ -109,10 +109,8 @@ class Storing(NamedTuple):
     def may_store(self, node: Node, component: int, part: Piece) -> bool:
         """Whether its pages are written, and holding them takes nothing that is promised."""
         assert part.ids is not None, "a piece to store says where it is"
-        if component == BASE and self.fences.over(part.ids):
+        if self.fences.over(part.ids, component):
             return False
-        if component != BASE and self.fences:
-            return False  # they know the pages of the first component only
         # Of a window, the node alone: it may be longer.
         is_window = self.tree.components[component].is_window
         would_protect = self.tree.would_protect(Boundary(node, part.stop))

@@ -113,7 +113,7 @@ MUTANTS: Final = [
         rule="§5.4",
         harm="a leak of each page that two requests computed",
         file=LEASE,
-        old="            self._give_back(duplicates)\n",
+        old="            self._fences.give_back(duplicates)\n",
         new="",
         test=RULES + "test_who_publishes_second_uses_the_first_ones_pages",
     ),
@@ -140,7 +140,10 @@ MUTANTS: Final = [
         rule="§11.7",
         harm="a leak of the pages of rejected drafts",
         file=LEASE,
-        old="            self._give_back(self.table.cut(keep))\n            self.settle_promise()",
+        old=(
+            "            self._fences.give_back(self.table.cut(keep))\n"
+            "            self.settle_promise()"
+        ),
         new="            self.table.cut(keep)\n            self.settle_promise()",
         test=RULES + "test_truncate_drops_rejected_drafts",
     ),
@@ -158,7 +161,7 @@ MUTANTS: Final = [
         rule="§11.3",
         harm="a leak of the pages for tokens that others published",
         file=LEASE,
-        old="        if superfluous:\n            self._give_back(superfluous)\n",
+        old="        if superfluous:\n            self._fences.give_back(superfluous)\n",
         new="",
         test=RULES + "test_next_chunk_goes_on_from_what_others_have_published",
     ),

@@ -22,6 +22,9 @@ LOAD_BACK: Final = "tests/test_load_back.py::"
 POLICY_TESTS: Final = "tests/test_write_policies.py::"
 LAYER_TESTS: Final = "tests/test_layers.py::"
 FOUND: Final = "tests/test_found_by_schedules.py::"
+FENCES: Final = "tiered_cache/fences.py"
+LEASE_PARTS: Final = "tiered_cache/lease_parts.py"
+WINDOW_TESTS: Final = "tests/test_window_fences.py::"
 FENCE_TESTS: Final = "tests/test_fences.py::"
 ACCOUNT_TESTS: Final = "tests/test_accounts.py::"
 FOUND: Final = "tests/test_found_by_schedules.py::"
@@ -219,7 +222,7 @@ MUTANTS: Final = [
         rule="§9.4",
         harm="what a device has not written yet is copied: wrong bytes on the host",
         file=POLICIES,
-        old="        if component == BASE and self.fences.over(part.ids):",
+        old="        if self.fences.over(part.ids, component):",
         new="        if False:",
         test=FENCE_TESTS + "test_write_through_waits_for_the_fence",
     ),
@@ -236,10 +239,50 @@ MUTANTS: Final = [
         id="duplicates-leave-under-a-fence",
         rule="§9.4",
         harm="an early free: the device writes into another's pages",
-        file=LEASE,
-        old="        if self._fences:\n            self._retired = [",
-        new="        if len(self._fences) > 99:\n            self._retired = [",
+        file=FENCES,
+        old="        if self.keeps:\n            self._leave(",
+        new="        if len(self) > 99:\n            self._leave(",
         test=FENCE_TESTS + "test_duplicates_stay_until_they_are_written",
+    ),
+    Mutant(
+        id="what-is-left-behind-leaves-before-its-fence",
+        rule="§9.4",
+        harm="an early free: a device still reads what a load writes to",
+        file=FENCES,
+        old="self._is_open = self._all.computes_on",
+        new="self._is_open = False",
+        test=WINDOW_TESTS
+        + "test_what_a_run_leaves_behind_waits_for_the_fence_of_its_commit[swa-1]",
+    ),
+    Mutant(
+        id="one-lifted-fence-is-enough",
+        rule="§9.4",
+        harm="an early free: a device still reads what a load writes to",
+        file=FENCES,
+        old="and all(fence.lifted.is_set() for fence in self.fences)",
+        new="and any(fence.lifted.is_set() for fence in self.fences)",
+        test=WINDOW_TESTS + "test_nobody_has_what_a_device_still_reads[swa]",
+    ),
+    Mutant(
+        id="what-is-published-behind-a-window-goes-under-a-fence",
+        rule="§9.4",
+        harm="an eviction gives away what a device still reads",
+        file=LEASE_PARTS,
+        old="            if ids is not None and node not in still:",
+        new="            if False:",
+        test=WINDOW_TESTS + "test_nobody_has_what_a_device_still_reads[swa]",
+    ),
+    Mutant(
+        id="what-is-left-behind-waits-for-calm",
+        rule="§11.5",
+        harm="a loop that is ahead of its device uses its promise up",
+        file=LEASE_PARTS,
+        old="            self._free(part, part.left_behind(own_from, depth, (*ends, *safe)))",
+        new=(
+            "            if not self._fences:\n"
+            "                self._free(part, part.left_behind(own_from, depth, (*ends, *safe)))"
+        ),
+        test=WINDOW_TESTS + "test_a_cache_that_is_off_under_fences[swa-1]",
     ),
     Mutant(
         id="a-reset-frees-what-is-being-loaded",

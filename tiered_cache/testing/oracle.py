@@ -108,10 +108,10 @@ class ByteOracle:
             if (row != content).any():
                 raise OracleError(f"wrong state of {key!r} at {stop}")
 
-    def verify_tree(self, unwritten: Collection[int] = ()) -> int:
+    def verify_tree(self, unwritten: Mapping[str, Collection[int]] | None = None) -> int:
         """Prove every page that the tree has, on either tier; returns how many there are.
 
-        `unwritten`: device pages to pass over, because a fence stands over them.
+        `unwritten`: per component, device pages to pass over, because a fence stands over them.
 
         Raises:
             OracleError: naming the first node that is wrong.
@@ -120,6 +120,7 @@ class ByteOracle:
         for node in self._tree.nodes():
             tokens = path_tokens(node)
             for component, data in zip(self._tree.components, node.data, strict=True):
+                passed_over = tuple((unwritten or {}).get(str(component.id), ()))
                 for ids, memory, tier in (
                     (data.value, self._bytes, "device"),
                     (data.host_value, self._host_bytes, "host"),
@@ -132,8 +133,8 @@ class ByteOracle:
                         holder, node.namespace, tokens, start, node.end, str(component.id), memory
                     ):
                         wrong = (rows[pages, offsets] != wanted).any(axis=1)
-                        if unwritten and tier == "device":
-                            wrong &= ~np.isin(pages, tuple(unwritten))
+                        if passed_over and tier == "device":
+                            wrong &= ~np.isin(pages, passed_over)
                         if wrong.any():
                             raise OracleError(
                                 f"wrong bytes on the {tier} in {node!r}, pages {ids.tolist()}"

@@ -210,6 +210,11 @@ class RadixTree:
         node, depth = (path[-1], depth) if agreed == len(path) else self._end(path, agreed)
         return Boundary(node, depth) if depth > receipt.depth else None
 
+    def known_below(self, receipt: Receipt, key: RadixKey, limit: int) -> int:
+        """How far the tree knows `key[:limit]` below a held boundary, whatever a component lacks:
+        who publishes that holds it, and keeps what he has of his own."""
+        return self._walk(receipt.node, key, key.data, limit - limit % self.page_size)[1]
+
     def _walk(self, node: Node, key: RadixKey, data: bytes, length: int) -> tuple[list[Node], int]:
         """The nodes below `node` that `key[:length]` passes, and the depth it reaches; the last may
         match in part. `data`: the key's, which its holder has just read."""

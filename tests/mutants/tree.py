@@ -582,8 +582,8 @@ MUTANTS: Final = [
         rule="§2.4",
         harm="the next free overwrites ids in use: pages with two owners",
         file=ALLOC,
-        old="[::-1].copy()",
-        new="[::-1]",
+        old="[top : top + num_pages].copy()",
+        new="[top : top + num_pages]",
         test="tests/pools/test_allocator.py::test_what_is_handed_out_belongs_to_the_caller",
     ),
     Mutant(

@@ -88,18 +88,20 @@ class PageAllocator:
 
     def free_ids(self) -> PageIds:
         """A copy of the free ids (for checks)."""
-        return self._stack[: self._num_free].copy()
+        return self._stack[self.capacity - self._num_free :].copy()
 
     def _take(self, num_pages: int) -> PageIds:
-        rest = self._num_free - num_pages
-        return self._stack[rest : self._num_free][::-1].copy()
+        top = self.capacity - self._num_free
+        return self._stack[top : top + num_pages].copy()
 
     def _give(self, ids: PageIds) -> None:
-        self._stack[self._num_free : self._num_free + len(ids)] = ids[::-1]
+        top = self.capacity - self._num_free
+        self._stack[top - len(ids) : top] = ids
 
     def _restart(self, ids: PageIds) -> None:
         self._stack = np.empty(self.capacity, dtype=np.int32)
-        self._stack[: len(ids)] = ids[::-1]
+        """It grows downwards, so that a run lies there as it goes in and out."""
+        self._stack[self.capacity - len(ids) :] = ids
 
     def _check_owned(self, ids: PageIds) -> None:
         assert self._is_free is not None

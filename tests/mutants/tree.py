@@ -319,7 +319,7 @@ MUTANTS: Final = [
         rule="§6.2",
         harm="held pages are promised to others",
         file=FULL,
-        old="self.device.protect(num_pages)",
+        old="self.device.protect((node.end - top.start) // self.page_size)",
         new="pass",
         test="tests/tree/test_locks.py::test_a_lock_holds_every_node_to_the_root",
     ),
@@ -356,11 +356,9 @@ MUTANTS: Final = [
         harm="what was held once is never evicted again: a leak",
         file=FULL,
         old=(
-            "                if node.device_children == 0:\n"
-            "                    self.leaves.refresh(node)\n"
-            "            node, parent"
+            "            if end.device_children == 0:\n                self.leaves.refresh(end)\n"
         ),
-        new="                pass\n            node, parent",
+        new="",
         test="tests/tree/test_locks.py::test_a_lock_holds_every_node_to_the_root",
     ),
     Mutant(

@@ -63,12 +63,14 @@ class FullComponent(TreeComponent):
         return ids[len(ids) - (stop - start) // self.page_size :] if start else ids
 
     def touch(self, path: Sequence[Node], stamp: int) -> None:
+        has_mirrors = self.host.evictable  # each of them is counted there
         for node in path:
             data = node.base
-            if data.stamp != stamp:
+            if data.queue is None and not (has_mirrors and data.mirror_rank >= 0):
                 data.stamp = stamp
-                if data.queue is not None or data.mirror_rank >= 0:
-                    self.leaves.touch(node)
+            elif data.stamp != stamp:  # else the insert has just made it
+                data.stamp = stamp
+                self.leaves.touch(node)
 
     # --- insert -----------------------------------------------------------------------------------
 
@@ -179,34 +181,46 @@ class FullComponent(TreeComponent):
     def acquire_component_lock(self, path: Sequence[Node], tier: Tier, start: int) -> int:
         if tier is not DEVICE:
             return self._acquire_host(path, start)
-        num_pages = 0
+        top = None
         for node in path:
             data = node.base
             locks = data.lock_ref = data.lock_ref + 1
             if locks == 1:
-                if data.value is not None:
-                    num_pages += len(data.value)
-                if data.queue is not None:
-                    data.queue = None
-                    self.leaves.touch(node)
-        self.device.protect(num_pages)
+                top = node
+        if top is None:
+            return start  # others hold all of it
+        for node in path:
+            data = node.base
+            if data.queue is not None:
+                data.queue = None
+                self.leaves.touch(node)
+            if data.value is not None:  # so have all above, and none of them is a leaf (2.2)
+                self.device.protect((node.end - top.start) // self.page_size)
+                break
+            if node is top:
+                break
         return start
 
     def release_component_lock(self, node: Node, tier: Tier, part: int) -> None:
         if tier is not DEVICE:
             self._release_host(node, part)
             return
-        num_pages, parent = 0, node.parent
+        end, top, parent = node, node, node.parent
         while parent is not None:
             data = node.base
-            locks = data.lock_ref = data.lock_ref - 1
-            if not locks:
-                if data.value is not None:
-                    num_pages += len(data.value)
-                if node.device_children == 0:
-                    self.leaves.refresh(node)
+            data.lock_ref -= 1
+            if not data.lock_ref:
+                top = parent
             node, parent = parent, parent.parent
-        self.device.protect(-num_pages)
+        # From `end` to below `top` nobody holds anything any more.
+        while end is not top:
+            if end.device_children == 0:
+                self.leaves.refresh(end)
+            if end.base.value is not None:  # so have all above, and none of them is a leaf (2.2)
+                self.device.protect((top.end - end.end) // self.page_size)
+                return
+            assert end.parent is not None, "`top` is above"
+            end = end.parent
 
     def advance_component_lock(
         self, node: Node, part: int, path: Sequence[Node], below: Sequence[Node]

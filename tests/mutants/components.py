@@ -254,7 +254,7 @@ MUTANTS: Final = [
         rule="§7.2",
         harm="pages that a request computes with are handed out: wrong bytes",
         file=RADIX,
-        old="if node.data[BASE].queue is self.leaves.device and self.evict_device_leaf(",
+        old="if node.base.queue is self.leaves.device and self.evict_device_leaf(",
         new="if not node.device_children and self.evict_device_leaf(",
         test=CASES + "test_b15_a_locked_base_does_not_go_with_its_window_or_state",
     ),

@@ -472,8 +472,8 @@ MUTANTS: Final = [
         rule="§7.1",
         harm="pages leave the tree and do not come home: a leak",
         file=FULL,
-        old="(eviction.device if tier is DEVICE else eviction.host)[self.index].append(ids)",
-        new="eviction.device[self.index].append(ids) if tier is DEVICE else None",
+        old="            eviction.host[index].append(ids)\n",
+        new="",
         test="tests/tree/test_host_values.py::test_b12_host_eviction_takes_exactly_what_is_asked",
     ),
     Mutant(

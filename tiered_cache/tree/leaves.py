@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from tiered_cache.tree.node import BASE
 from tiered_cache.tree.order import MirrorOrder
 from tiered_cache.tree.policies import recency
 from tiered_cache.types import Tier
@@ -59,7 +58,7 @@ class LeafSets:
 
     def refresh(self, node: Node) -> None:
         """Bring a node's place in line with the predicates."""
-        data = node.data[BASE]
+        data = node.base
         wanted = None
         if data.lock_ref == 0 and node is not self._root:
             if data.value is not None:
@@ -78,7 +77,7 @@ class LeafSets:
 
     def touch(self, node: Node) -> None:
         """A node's place, or what its rank is made of, has changed."""
-        data = node.data[BASE]
+        data = node.base
         if not data.unsettled:
             data.unsettled = True
             self._unsettled.append(node)
@@ -97,7 +96,7 @@ class LeafSets:
     def settle(self) -> None:
         """Bring the orders up to date."""
         for node in self._unsettled:
-            data = node.data[BASE]
+            data = node.base
             data.unsettled = False
             if data.host_value is not None or data.mirror_rank >= 0:
                 self._settle_mirror(node)
@@ -115,7 +114,7 @@ class LeafSets:
 
     def is_spare_mirror(self, node: Node) -> bool:
         """Whether the node's host copy can be given up without losing anything."""
-        data = node.data[BASE]
+        data = node.base
         return (
             data.value is not None
             and data.host_value is not None
@@ -126,7 +125,7 @@ class LeafSets:
         )
 
     def _settle_mirror(self, node: Node) -> None:
-        is_listed = node.data[BASE].mirror_rank >= 0
+        is_listed = node.base.mirror_rank >= 0
         if self.is_spare_mirror(node):
             (self.mirrors.move if is_listed else self.mirrors.insert)(node)
         elif is_listed:

@@ -72,7 +72,8 @@ def join_each(parts: Sequence[Sequence[PageIds]]) -> tuple[PageIds, ...]:
     if len(parts) == 1:
         return (join(parts[0]),)
     if len(parts) == 2:
-        return join(parts[0]), join(parts[1])
+        base, other = parts
+        return join(base), join(other)
     return tuple([join(ids) for ids in parts])
 
 

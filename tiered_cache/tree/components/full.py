@@ -20,7 +20,6 @@ from tiered_cache.tree.components.base import (
     own,
     owns_memory,
 )
-from tiered_cache.tree.node import BASE
 from tiered_cache.types import PageIds, Tier
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ class FullComponent(TreeComponent):
         self, path: Sequence[Node], count: int, depth: int, device_only: bool
     ) -> int:
         if device_only:  # dev(F) is prefix closed: the deepest node that has it is the boundary
-            while count and path[count - 1].data[self.index].value is None:
+            while count and path[count - 1].base.value is None:
                 count -= 1
         return count  # the walk has stopped in front of the first dead node
 
@@ -78,7 +77,7 @@ class FullComponent(TreeComponent):
         self, node: Node, start: int, params: InsertParams, result: InsertResult
     ) -> PageIds | None:
         page_size, owned = self.page_size, params.prev_prefix_len
-        value = node.data[self.index].value
+        value = node.base.value
         if value is None:
             if start < owned:
                 raise stale_prefix(owned, start)
@@ -130,7 +129,7 @@ class FullComponent(TreeComponent):
     # --- split ------------------------------------------------------------------------------------
 
     def redistribute_on_node_split(self, parent: Node, child: Node, num_pages: int) -> None:
-        upper, lower = parent.data[self.index], child.data[self.index]
+        upper, lower = parent.base, child.base
         upper.lock_ref, upper.host_lock_ref = lower.lock_ref, lower.host_lock_ref
         upper.stamp, upper.stored = lower.stamp, lower.stored
         upper.pending = lower.pending
@@ -148,10 +147,37 @@ class FullComponent(TreeComponent):
     # --- eviction ---------------------------------------------------------------------------------
 
     def evict_component(self, node: Node, tier: Tier, eviction: Eviction) -> None:
-        ids = self._lose(node, tier)
-        (eviction.device if tier is DEVICE else eviction.host)[self.index].append(ids)
+        data, parent, index = node.base, node.parent, self.index
+        assert parent is not None, "the root holds nothing"
+        if tier is DEVICE:
+            ids, data.value = data.value, None
+            assert ids is not None, "callers have looked"
+            num_pages = len(ids)
+            eviction.device[index].append(ids)
+            parent.device_children -= 1
+            self.device.credit(-num_pages, data.lock_ref)
+        else:
+            ids, data.host_value = data.host_value, None
+            assert ids is not None, "callers have looked"
+            num_pages = len(ids)
+            eviction.host[index].append(ids)
+            parent.host_children -= 1
+            self.host.credit(-num_pages, data.host_lock_ref)
         if tier is eviction.tier:
-            eviction.counts[self.index] += len(ids)
+            eviction.counts[index] += num_pages
+        if data.value is None and data.host_value is None:
+            parent.live_children -= 1
+            self.leaves.forget(node, data)
+        else:
+            self.leaves.refresh(node)
+        if (
+            parent.device_children == 0
+            or parent.live_children == 0
+            or (parent.host_children == 0 and tier is not DEVICE)
+        ):
+            self.leaves.refresh(parent)
+        if self.observers.listening:
+            self.tell(EventKind.REMOVED, tier, node)
 
     def drive_eviction(self, tree: RadixTree, need: int, eviction: Eviction) -> None:
         self._drive(tree.evict_device_leaf, DEVICE, need, eviction)
@@ -228,9 +254,9 @@ class FullComponent(TreeComponent):
         return self.acquire_component_lock(below, DEVICE, 0)  # what is above is held already
 
     def would_protect(self, path: Sequence[Node], depth: int) -> int:
-        index, num_pages = self.index, 0
+        num_pages = 0
         for node in path:
-            data = node.data[index]
+            data = node.base
             if data.lock_ref:
                 break  # and so is everything above
             if data.value is not None and node.start < depth:
@@ -238,11 +264,11 @@ class FullComponent(TreeComponent):
         return num_pages
 
     def would_release(self, parts: Sequence[tuple[Node, int]]) -> int:
-        index, num_pages = self.index, 0
+        num_pages = 0
         left: dict[Node, int] = {}
         for end, part in parts:
             for node in self.held(end, DEVICE, part):
-                data = node.data[index]
+                data = node.base
                 left[node] = left.get(node, data.lock_ref) - 1
                 if left[node] == 0 and data.value is not None:
                     num_pages += len(data.value)
@@ -262,7 +288,7 @@ class FullComponent(TreeComponent):
             if node.end <= start:
                 break
             top = node.start
-            data = node.data[self.index]
+            data = node.base
             data.host_lock_ref += 1
             if data.host_lock_ref == 1:
                 if data.host_value is not None:
@@ -273,7 +299,7 @@ class FullComponent(TreeComponent):
     def _release_host(self, node: Node, start: int) -> None:
         current: Node | None = node
         while current is not None and current.parent is not None and current.end > start:
-            data = current.data[self.index]
+            data = current.base
             data.host_lock_ref -= 1
             if data.host_lock_ref == 0:
                 if data.host_value is not None:
@@ -289,17 +315,17 @@ class FullComponent(TreeComponent):
             num_pages = (node.end - node.start) // self.page_size
             mine = ids[at : at + num_pages]
             at += num_pages
-            data = node.data[self.index]
+            data = node.base
             if (data.value if tier is DEVICE else data.host_value) is not None:
                 unused.append(mine)
             else:
                 self._gain(node, tier, own(mine))
         return join(unused)
 
-    # --- the two changes of a residency, each with its counters -----------------------------------
+    # --- what `evict_component` takes away, given -------------------------------------------------
 
     def _gain(self, node: Node, tier: Tier, ids: PageIds) -> None:
-        data, parent = node.data[self.index], node.parent
+        data, parent = node.base, node.parent
         assert parent is not None, "the root holds nothing"
         if data.value is None and data.host_value is None:
             parent.live_children += 1
@@ -313,43 +339,15 @@ class FullComponent(TreeComponent):
             parent.host_children += 1
             self.host.credit(len(ids), data.host_lock_ref)
         self.leaves.refresh(node)
-        if parent.data[self.index].queue is not None or tier is not DEVICE:
+        if parent.base.queue is not None or tier is not DEVICE:
             self.leaves.refresh(parent)
         if self.observers.listening:
             self.tell(EventKind.STORED, tier, node)
 
-    def _lose(self, node: Node, tier: Tier) -> PageIds:
-        data, parent = node.data[self.index], node.parent
-        assert parent is not None, "the root holds nothing"
-        if tier is DEVICE:
-            ids, data.value = data.value, None
-            assert ids is not None, "callers have looked"
-            parent.device_children -= 1
-            self.device.credit(-len(ids), data.lock_ref)
-        else:
-            ids, data.host_value = data.host_value, None
-            assert ids is not None, "callers have looked"
-            parent.host_children -= 1
-            self.host.credit(-len(ids), data.host_lock_ref)
-        if data.value is None and data.host_value is None:
-            parent.live_children -= 1
-            self.leaves.forget(node, data)
-        else:
-            self.leaves.refresh(node)
-        if (
-            parent.device_children == 0
-            or parent.live_children == 0
-            or (parent.host_children == 0 and tier is not DEVICE)
-        ):
-            self.leaves.refresh(parent)
-        if self.observers.listening:
-            self.tell(EventKind.REMOVED, tier, node)
-        return ids
-
     # --- proof ------------------------------------------------------------------------------------
 
     def check(self, node: Node, fail: Callable[[str], None]) -> None:
-        data = node.data[self.index]
+        data = node.base
         num_pages = (node.end - node.start) // self.page_size
         for name, value in (("value", data.value), ("host_value", data.host_value)):
             if value is not None and len(value) != num_pages:
@@ -358,7 +356,7 @@ class FullComponent(TreeComponent):
                 fail(f"{name} is writable, or a view of something larger")
         parent = node.parent
         if parent is not None and parent.parent is not None:
-            above = parent.data[self.index]
+            above = parent.base
             if data.value is not None and above.value is None:
                 fail("is on the device below a node that is not (semantics §2.2)")
             if data.host_value is not None and any(map(_is_nowhere, _ancestors(parent))):
@@ -377,6 +375,6 @@ def _ancestors(node: Node) -> Iterator[Node]:
 
 def _is_nowhere(node: Node) -> bool:
     """No tier has it, nor is storage believed to; and that is a fault."""
-    data = node.data[BASE]
+    data = node.base
     is_dead = data.value is None and data.host_value is None
     return is_dead and not (data.stored or node.is_gap)

@@ -589,8 +589,8 @@ MUTANTS: Final = [
         rule="§2.4",
         harm="a caller uses ids that it did not get",
         file=ALLOC,
-        old=("        if num_pages > self._num_free:\n            return None"),
-        new="        num_pages = min(num_pages, self._num_free)",
+        old=("        if num_used > self.capacity:\n            return None"),
+        new="        num_pages = min(num_pages, self.num_free)",
         test="tests/pools/test_allocator.py::test_all_or_nothing",
     ),
     Mutant(

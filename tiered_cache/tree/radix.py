@@ -173,14 +173,16 @@ class RadixTree:
             key.place, used = best, path
         else:
             used = path[:-1]
-        for component in self.components:
-            component.touch(used, stamp)
+        if used:
+            for component in self.components:
+                component.touch(used, stamp)
         return MatchResult(device, device_length, best, best_length, depth, self)
 
     def _has_host_state(self) -> bool:
         """Whether there is anything on the host at all."""
         for component in self.components:
-            if component.host.evictable or component.host.protected:
+            host = component.host
+            if host.evictable or host.protected:
                 return True
         return False
 
@@ -305,7 +307,7 @@ class RadixTree:
         length = num_pages * page_size
         result = InsertResult(self.root, length, length, length, self._nothing)
         refused: list[list[PageIds]] | None = None
-        if key.place is not None and not path:
+        if owned and key.place is not None and not path:
             node = self._go_on(key.place, min(owned, length), path)
         depth = node.end
         step, priority = self._page_bytes + overlap, params.priority
@@ -828,12 +830,13 @@ class RadixTree:
     def _drive(self, need: Sequence[int], tier: Tier) -> EvictResult:
         eviction = Eviction(tier, len(self.components))
         for component in self.components:
-            pages = need[component.index]
-            if pages > 0:
-                drive = (
-                    component.drive_eviction if tier is DEVICE else component.drive_host_eviction
-                )
-                drive(self, pages, eviction)
+            num_ids = need[component.index]
+            if num_ids <= 0:
+                continue
+            if tier is DEVICE:
+                component.drive_eviction(self, num_ids, eviction)
+            else:
+                component.drive_host_eviction(self, num_ids, eviction)
         return eviction.result()
 
     def plan_room(self, component: int, num_pages: int) -> RoomPlan:

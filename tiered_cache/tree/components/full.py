@@ -110,8 +110,9 @@ class FullComponent(TreeComponent):
         ids = own(params.pages[index][start // size : leaf.end // size])
         data, above = leaf.base, parent.base
         data.value = ids
-        data.queue = leaves.device
-        leaves.touch(leaf)
+        if leaf.end == result.length:  # else the next one hangs below it at once
+            data.queue = leaves.device
+            leaves.touch(leaf)
         self.device.evictable += len(ids)
         parent.device_children += 1
         parent.live_children += 1

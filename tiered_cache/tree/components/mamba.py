@@ -236,11 +236,12 @@ class MambaComponent(SparseComponent):
             above = above.parent
 
     def _oldest(self, tier: Tier) -> Node | None:
-        node = super()._oldest(tier)
-        while node is not None and node.data[self.index].stamp < 0 and not self._can_spare(node):
-            node.data[self.index].stamp += SURPLUS
-            self.orders.note(node, node.data[self.index])
-            node = super()._oldest(tier)
+        orders, index = self.orders, self.index
+        node = orders.first(tier)
+        while node is not None and node.data[index].stamp < 0 and not self._can_spare(node):
+            node.data[index].stamp += SURPLUS
+            orders.note(node, node.data[index])
+            node = orders.first(tier)
         return node
 
     # --- locks ------------------------------------------------------------------------------------

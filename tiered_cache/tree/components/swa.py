@@ -248,7 +248,8 @@ class SWAComponent(SparseComponent):
         return top
 
     def release_component_lock(self, node: Node, tier: Tier, part: int) -> None:
-        super().release_component_lock(node, tier, part)
+        for held in self.held(node, tier, part):
+            self._unhold(held, tier)
         if tier is DEVICE:
             self.device.held -= (node.end - part) // self.page_size
 

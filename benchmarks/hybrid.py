@@ -111,9 +111,9 @@ class HybridRig:
         key = RadixKey(tokens)
         key_s = perf_counter() - start_s
         asked = len(key)
-        match = tree.match_prefix(MatchPrefixParams(key))
-        cached, held = match.device_length, match.pages
-        receipt = tree.inc_lock_ref(match.device_boundary)
+        boundary = tree.match_prefix(MatchPrefixParams(key)).device_boundary
+        cached, held = boundary.depth, tree.pages(boundary)
+        receipt = tree.inc_lock_ref(boundary)
         if more is not None:
             extend_s = perf_counter()
             key.extend(more)

@@ -42,7 +42,7 @@ MUTANTS: Final = [
         rule="§3.6",
         harm="one hot long prompt pushes out all other windows",
         file=SWA,
-        old="index, top = self.index, path[-1].end - self.window - self.page_size",
+        old="index, top = self.index, path[-1].end - self._dated",
         new="index, top = self.index, 0",
         test=SWA_TESTS + "test_a_match_dates_a_window_and_a_page",
     ),

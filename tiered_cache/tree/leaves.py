@@ -80,8 +80,9 @@ class LeafSets:
         data = node.base
         if not data.unsettled:
             data.unsettled = True
-            self._unsettled.append(node)
-            if len(self._unsettled) == MAX_UNSETTLED:
+            unsettled = self._unsettled
+            unsettled.append(node)
+            if len(unsettled) == MAX_UNSETTLED:
                 self.settle()
 
     def forget(self, node: Node, data: ComponentData) -> None:

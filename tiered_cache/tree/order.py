@@ -93,9 +93,10 @@ class Order:
         ranks = self._ranks[at]
         place = bisect_left(ranks, rank)
         del ranks[place], self._nodes[at][place]
-        if len(ranks) < FEWEST:
+        num_left = len(ranks)
+        if num_left < FEWEST:
             self._join(at)
-        elif place == len(ranks):
+        elif place == num_left:
             lasts[at] = ranks[-1]
 
     def first(self) -> Node | None:

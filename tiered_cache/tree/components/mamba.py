@@ -254,9 +254,8 @@ class MambaComponent(SparseComponent):
     def held_from(self, depth: int, part: int) -> int:
         return depth - self.page_size
 
-    def held(self, node: Node, tier: Tier, part: int) -> Iterator[Node]:
-        if node.parent is not None and node.end > part:
-            yield node
+    def held(self, node: Node, tier: Tier, part: int) -> tuple[Node, ...]:
+        return (node,) if node.parent is not None and node.end > part else ()
 
     def would_protect(self, path: Sequence[Node], depth: int) -> int:
         for node in path:

@@ -55,8 +55,9 @@ class SparseOrders:
         """A node's part, its locks or its age have changed. `data`: that part."""
         if not data.unsettled:
             data.unsettled = True
-            self._unsettled.append(node)
-            if len(self._unsettled) == MAX_UNSETTLED:
+            unsettled = self._unsettled
+            unsettled.append(node)
+            if len(unsettled) == MAX_UNSETTLED:
                 self.settle()
 
     def forget(self, node: Node, data: ComponentData) -> None:

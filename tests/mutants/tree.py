@@ -576,6 +576,15 @@ MUTANTS: Final = [
         test="tests/tree/test_policies.py::test_the_order_follows_every_change",
     ),
     Mutant(
+        id="order-takes-what-was-left-last",
+        rule="§2.5",
+        harm="the wrong leaf goes",
+        file=ORDER,
+        old="if self._ranks and self._ranks[0][0] < self._rank(node):",
+        new="if not self._rank(node):",
+        test="tests/tree/test_leaves.py::test_what_a_victim_has_left_a_leaf_waits_for_its_turn",
+    ),
+    Mutant(
         id="allocator-hands-out-a-view",
         rule="§2.4",
         harm="the next free overwrites ids in use: pages with two owners",

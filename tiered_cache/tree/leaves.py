@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from tiered_cache.tree.order import MirrorOrder
+from tiered_cache.tree.order import MirrorOrder, Order
 from tiered_cache.tree.policies import recency
 from tiered_cache.types import Tier
 
@@ -140,9 +140,15 @@ class LeafSets:
 
     def first(self, tier: Tier) -> Node | None:
         """The next victim, or None."""
-        if self._unsettled:
+        order, unsettled = self.device if tier is DEVICE else self.host, self._unsettled
+        if len(unsettled) == 1 and isinstance(order, Order):
+            # What the last victim has left a leaf goes next, as often as not: not worth a place.
+            data = unsettled[0].base
+            if data.queue is order and data.listed is None:
+                return order.first_with(unsettled[0])
+        if unsettled:
             self.settle()
-        return (self.device if tier is DEVICE else self.host).first()
+        return order.first()
 
     def in_order(self, tier: Tier) -> Iterator[Node]:
         """All leaves of a tier, the next victim first."""

@@ -102,6 +102,12 @@ class Order:
     def first(self) -> Node | None:
         return self._nodes[0][0] if self._nodes else None
 
+    def first_with(self, node: Node) -> Node:
+        """What would be first if `node`, which is not in the order, were."""
+        if self._ranks and self._ranks[0][0] < self._rank(node):
+            return self._nodes[0][0]
+        return node
+
     def is_in_place(self, node: Node) -> bool:
         """Whether the node stands under the rank that it has now (for the checker)."""
         return Order.__contains__(self, node) and node.data[self._index].rank == self._rank(node)

@@ -490,8 +490,8 @@ MUTANTS: Final = [
         rule="§8.1",
         harm="inner nodes stay for ever: a leak",
         file=FULL,
-        old="            parent.device_children == 0\n            or parent.live_children == 0\n",
-        new="            parent.live_children < 0\n",
+        old="if parent.device_children == 0 or (parent.host_children",
+        new="if parent.live_children < 0 or (parent.host_children",
         test="tests/tree/test_eviction.py::test_inner_nodes_become_leaves_and_go_too",
     ),
     Mutant(

@@ -171,12 +171,8 @@ class FullComponent(TreeComponent):
             self.leaves.forget(node, data)
         else:
             self.leaves.refresh(node)
-        if (
-            parent.device_children == 0
-            or parent.live_children == 0
-            or (parent.host_children == 0 and tier is not DEVICE)
-        ):
-            self.leaves.refresh(parent)
+        if parent.device_children == 0 or (parent.host_children == 0 and tier is not DEVICE):
+            self.leaves.refresh(parent)  # it is a leaf now, or a mirror
         if self.observers.listening:
             self.tell(EventKind.REMOVED, tier, node)
 

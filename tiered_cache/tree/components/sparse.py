@@ -180,7 +180,8 @@ class SparseComponent(TreeComponent):
             self.tell(EventKind.REMOVED, tier, node)
 
     def drive_eviction(self, tree: RadixTree, need: int, eviction: Eviction) -> None:
-        while eviction.counts[self.index] < need:
+        counts, index = eviction.counts, self.index
+        while counts[index] < need:
             node = self._oldest(DEVICE)
             if node is None:
                 return

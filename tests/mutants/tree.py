@@ -302,15 +302,9 @@ MUTANTS: Final = [
         rule="§6.2",
         harm="the path above a reader is evicted: early free",
         file=FULL,
-        old=(
-            "for node in path:\n"
-            "            data = node.base\n"
-            "            locks = data.lock_ref = data.lock_ref + 1"
-        ),
+        old=("for node in path:\n            data = node.base\n            if not data.lock_ref:"),
         new=(
-            "for node in path[:1]:\n"
-            "            data = node.base\n"
-            "            locks = data.lock_ref = data.lock_ref + 1"
+            "for node in path[:1]:\n            data = node.base\n            if not data.lock_ref:"
         ),
         test="tests/tree/test_locks.py::test_a_lock_holds_every_node_to_the_root",
     ),

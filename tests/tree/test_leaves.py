@@ -103,7 +103,7 @@ def test_no_more_than_a_few_changes_wait() -> None:
 
 
 def test_what_a_victim_has_left_a_leaf_waits_for_its_turn() -> None:
-    """§7.1: one call that takes a leaf, then what is older than its parent, which was used since."""
+    """§7.1: a call that takes a leaf goes on with what is older than the leaf's parent."""
     rig = Rig()
     for name, length in (("A", 32), ("A", 64), ("B", 32)):
         rig.publish(seq(name, length))

@@ -213,14 +213,6 @@ class RadixTree:
         depth = node.end
         while depth < length:
             at = depth * TOKEN_BYTES
-            child = node.only
-            if child is not None and child.end <= length and data.startswith(child.key, at):
-                base = child.base  # as below, with half of the memory looked at
-                if base.value is None and base.host_value is None:
-                    break
-                path.append(child)
-                node, depth = child, child.end
-                continue
             page = data[at : at + step]
             child = node.children.get(page if depth else key.root_prefix + page)
             if child is None:
@@ -234,7 +226,19 @@ class RadixTree:
                 reached = self._common_depth(edge, data, depth, min(end, length), overlap)
                 if reached < end:
                     return path, reached
-            node, depth = child, end
+            node, depth, only = child, end, child.only
+            # As above, with half of the memory looked at.
+            while (
+                only is not None
+                and only.end <= length
+                and data.startswith(only.key, depth * TOKEN_BYTES)
+            ):
+                base = only.base
+                if base.value is None and base.host_value is None:
+                    return path, depth
+                path.append(only)
+                node, depth = only, only.end
+                only = node.only
         return path, depth
 
     def _common_depth(self, edge: bytes, data: bytes, start: int, stop: int, overlap: int) -> int:

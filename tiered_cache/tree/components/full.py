@@ -207,9 +207,9 @@ class FullComponent(TreeComponent):
         top = None
         for node in path:
             data = node.base
-            locks = data.lock_ref = data.lock_ref + 1
-            if locks == 1:
+            if not data.lock_ref:
                 top = node
+            data.lock_ref += 1
         if top is None:
             return start  # others hold all of it
         for node in path:

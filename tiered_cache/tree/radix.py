@@ -315,7 +315,7 @@ class RadixTree:
             node = self._go_on(key.place, min(owned, length), path)
         depth = node.end
         step, priority = self._page_bytes + overlap, params.priority
-        while depth < length:
+        while node.children and depth < length:
             at = depth * TOKEN_BYTES
             page = data[at : at + step]
             child = node.children.get(page if depth else key.root_prefix + page)

@@ -10,12 +10,11 @@ import gc
 from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
 from benchmarks.measure import Laps, Row, timed_row
 from benchmarks.workloads import Chat, Eviction
 from tiered_cache.keys import RadixKey
 from tiered_cache.pools.allocator import PageAllocator
+from tiered_cache.tree.components.base import join
 from tiered_cache.tree.components.full import FullComponent
 from tiered_cache.tree.components.mamba import MambaComponent
 from tiered_cache.tree.components.sparse import behind_gaps
@@ -89,18 +88,21 @@ class HybridRig:
     def take(self, index: int, num_ids: int) -> PageIds:
         """Ids from the allocator; where these are short, from the tree."""
         pool = self._pools[index]
-        short = num_ids - pool.num_free
-        if short > 0:
-            self._free(self.tree.evict((0, short) if index else (short, 0)).device)
         ids = pool.allocate(num_ids)
+        if ids is None:
+            short = num_ids - pool.num_free
+            self._free(self.tree.evict((0, short) if index else (short, 0)).device)
+            ids = pool.allocate(num_ids)
         if ids is None:
             raise MemoryError(f"the benchmark's pool is too small for {num_ids} more")
         return ids
 
     def _free(self, pages: tuple[PageIds, ...]) -> None:
-        for pool, ids in zip(self._pools, pages, strict=True):
-            if len(ids):
-                pool.free(ids)
+        base, other = pages
+        if len(base):
+            self._pools[0].free(base)
+        if len(other):
+            self._pools[1].free(other)
 
     def request(self, tokens: array[int], more: array[int] | None, laps: Laps) -> None:
         """As `benchmarks.rig.Rig.request`, with ids of the other component besides."""
@@ -109,17 +111,17 @@ class HybridRig:
         key = RadixKey(tokens)
         key_s = perf_counter() - start_s
         asked = len(key)
-        match = tree.match_prefix(MatchPrefixParams(key))
-        cached, held = match.device_length, match.pages
-        receipt = tree.inc_lock_ref(match.device_boundary)
+        boundary = tree.match_prefix(MatchPrefixParams(key)).device_boundary
+        cached, held = boundary.depth, tree.pages(boundary)
+        receipt = tree.inc_lock_ref(boundary)
         if more is not None:
             extend_s = perf_counter()
             key.extend(more)
             key_s += perf_counter() - extend_s
         fresh = len(key) // size - cached // size
-        base = np.concatenate((held[0], self.take(0, fresh)))
+        base = join((held[0], self.take(0, fresh)))
         if self._is_per_page:
-            other = np.concatenate((held[1], self.take(1, fresh)))
+            other = join((held[1], self.take(1, fresh)))
         else:
             state = self.take(1, min(1, fresh))
             other = behind_gaps(len(base) - len(state), (state,))

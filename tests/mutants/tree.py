@@ -302,15 +302,9 @@ MUTANTS: Final = [
         rule="§6.2",
         harm="the path above a reader is evicted: early free",
         file=FULL,
-        old=(
-            "for node in path:\n"
-            "            data = node.base\n"
-            "            locks = data.lock_ref = data.lock_ref + 1"
-        ),
+        old=("for node in path:\n            data = node.base\n            if not data.lock_ref:"),
         new=(
-            "for node in path[:1]:\n"
-            "            data = node.base\n"
-            "            locks = data.lock_ref = data.lock_ref + 1"
+            "for node in path[:1]:\n            data = node.base\n            if not data.lock_ref:"
         ),
         test="tests/tree/test_locks.py::test_a_lock_holds_every_node_to_the_root",
     ),
@@ -319,7 +313,7 @@ MUTANTS: Final = [
         rule="§6.2",
         harm="held pages are promised to others",
         file=FULL,
-        old="self.device.protect(num_pages)",
+        old="self.device.protect((node.end - top.start) // self.page_size)",
         new="pass",
         test="tests/tree/test_locks.py::test_a_lock_holds_every_node_to_the_root",
     ),
@@ -356,11 +350,9 @@ MUTANTS: Final = [
         harm="what was held once is never evicted again: a leak",
         file=FULL,
         old=(
-            "                if node.device_children == 0:\n"
-            "                    self.leaves.refresh(node)\n"
-            "            node, parent"
+            "            if end.device_children == 0:\n                self.leaves.refresh(end)\n"
         ),
-        new="                pass\n            node, parent",
+        new="",
         test="tests/tree/test_locks.py::test_a_lock_holds_every_node_to_the_root",
     ),
     Mutant(
@@ -474,8 +466,8 @@ MUTANTS: Final = [
         rule="§7.1",
         harm="pages leave the tree and do not come home: a leak",
         file=FULL,
-        old="(eviction.device if tier is DEVICE else eviction.host)[self.index].append(ids)",
-        new="eviction.device[self.index].append(ids) if tier is DEVICE else None",
+        old="            eviction.host[index].append(ids)\n",
+        new="",
         test="tests/tree/test_host_values.py::test_b12_host_eviction_takes_exactly_what_is_asked",
     ),
     Mutant(
@@ -492,8 +484,8 @@ MUTANTS: Final = [
         rule="§8.1",
         harm="inner nodes stay for ever: a leak",
         file=FULL,
-        old="            parent.device_children == 0\n            or parent.live_children == 0\n",
-        new="            parent.live_children < 0\n",
+        old="if parent.device_children == 0 or (parent.host_children",
+        new="if parent.live_children < 0 or (parent.host_children",
         test="tests/tree/test_eviction.py::test_inner_nodes_become_leaves_and_go_too",
     ),
     Mutant(
@@ -578,12 +570,21 @@ MUTANTS: Final = [
         test="tests/tree/test_policies.py::test_the_order_follows_every_change",
     ),
     Mutant(
+        id="order-takes-what-was-left-last",
+        rule="§2.5",
+        harm="the wrong leaf goes",
+        file=ORDER,
+        old="if self._ranks and self._ranks[0][0] < self._rank(node):",
+        new="if not self._rank(node):",
+        test="tests/tree/test_leaves.py::test_what_a_victim_has_left_a_leaf_waits_for_its_turn",
+    ),
+    Mutant(
         id="allocator-hands-out-a-view",
         rule="§2.4",
         harm="the next free overwrites ids in use: pages with two owners",
         file=ALLOC,
-        old="[::-1].copy()",
-        new="[::-1]",
+        old="[top : top + num_pages].copy()",
+        new="[top : top + num_pages]",
         test="tests/pools/test_allocator.py::test_what_is_handed_out_belongs_to_the_caller",
     ),
     Mutant(
@@ -591,8 +592,8 @@ MUTANTS: Final = [
         rule="§2.4",
         harm="a caller uses ids that it did not get",
         file=ALLOC,
-        old=("        if num_pages > self._num_free:\n            return None"),
-        new="        num_pages = min(num_pages, self._num_free)",
+        old=("        if num_used > self.capacity:\n            return None"),
+        new="        num_pages = min(num_pages, self.num_free)",
         test="tests/pools/test_allocator.py::test_all_or_nothing",
     ),
     Mutant(

@@ -16,6 +16,7 @@ from tiered_cache.keys import RadixKey
 from tiered_cache.observe import Observer
 from tiered_cache.pools.allocator import PageAllocator
 from tiered_cache.testing.component_scene import contents, path_to, whole_key
+from tiered_cache.tree.components.base import Eviction
 from tiered_cache.tree.components.full import FullComponent
 from tiered_cache.tree.locks import Receipt
 from tiered_cache.tree.node import Node
@@ -196,6 +197,10 @@ class Rig:
         found = self.match(key)
         assert (found.device_length, found.host_hit_length) == (0, self.floor(len(key)))
         return found.best_boundary
+
+    def lose_on_host(self, node: Node) -> None:
+        """Give a node's host copy up, whatever is below it; its pages stay out (`host_gap`)."""
+        self.tree.components[0].evict_component(node, Tier.HOST, Eviction(Tier.HOST, 1))
 
     def host_gap(self) -> PageIds:
         """Host pages that the allocator has given out and the tree does not hold."""

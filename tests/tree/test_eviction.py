@@ -95,7 +95,7 @@ def top_without_host(rig: Rig, path: list[int], top: int, *ends: int) -> MatchRe
     rig.backup(path)
     rig.evict(ends[-1] - top)
     found = rig.match(path)
-    rig.tree.components[0]._lose(path_to(found.best_node)[0], Tier.HOST)  # type: ignore[attr-defined]
+    rig.lose_on_host(path_to(found.best_node)[0])
     rig.host.free(rig.host_gap())
     return found
 
@@ -146,7 +146,7 @@ def test_a_host_leaf_stays_while_something_below_it_is_held() -> None:
     bottom = rig.match(path).best_boundary
     rig.evict(1000)
     receipt = rig.tree.inc_host_lock_ref(bottom, start=64)
-    rig.tree.components[0]._lose(middle, Tier.HOST)  # type: ignore[attr-defined]
+    rig.lose_on_host(middle)
     rig.host.free(rig.host_gap())
     for name in "DE":
         rig.host_only(seq(name, 32))
@@ -220,7 +220,7 @@ def test_what_only_storage_has_between_does_not_hide_what_the_host_has_below() -
     top, middle, _ = path_to(rig.match(path).best_node)
     rig.tree.believe_stored(middle, 0, True)
     for node in (middle, top):
-        rig.tree.components[0]._lose(node, Tier.HOST)  # type: ignore[attr-defined]
+        rig.lose_on_host(node)
     rig.host.free(rig.host_gap())
     assert rig.evict(64).count(0) == 4  # the bottom is demoted, the middle only stored now
     rig.check()
@@ -240,7 +240,7 @@ def test_host_eviction_above_what_only_storage_has() -> None:
     rig.backup(path)
     top, middle, bottom = path_to(rig.match(path).best_node)
     rig.tree.believe_stored(middle, 0, True)
-    rig.tree.components[0]._lose(middle, Tier.HOST)  # type: ignore[attr-defined]
+    rig.lose_on_host(middle)
     rig.host.free(rig.host_gap())
     rig.evict(1000)
     rig.check()
@@ -261,7 +261,7 @@ def test_after_a_deletion_ancestors_that_stand_for_nothing_go_too() -> None:
     rig.evict(1000)
     top, middle, _ = path_to(rig.match(path).best_node)
     top.data[0].stored = middle.data[0].stored = True
-    rig.tree.components[0]._lose(middle, Tier.HOST)  # type: ignore[attr-defined]
+    rig.lose_on_host(middle)
     rig.host.free(rig.host_gap())
     receipt = rig.tree.inc_host_lock_ref(Boundary(top, 32))
     rig.check()

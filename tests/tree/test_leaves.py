@@ -102,6 +102,17 @@ def test_no_more_than_a_few_changes_wait() -> None:
     rig.check()
 
 
+def test_what_a_victim_has_left_a_leaf_waits_for_its_turn() -> None:
+    """§7.1: a call that takes a leaf goes on with what is older than the leaf's parent."""
+    rig = Rig()
+    for name, length in (("A", 32), ("A", 64), ("B", 32)):
+        rig.publish(seq(name, length))
+    rig.match(seq("A", 32))
+    rig.evict(64)
+    assert (rig.hit(seq("A", 64)), rig.hit(seq("B", 32))) == ((32, 0), (0, 0))
+    rig.check()
+
+
 @pytest.mark.parametrize("chunk", [4, 16, order_module.CHUNK])
 def test_an_order_equals_a_sorted_list_through_random_changes(
     chunk: int, monkeypatch: pytest.MonkeyPatch

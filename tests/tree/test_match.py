@@ -8,7 +8,7 @@ import pytest
 from tests.tree.helpers import Rig, device_value, order_of, path_to, seq, spans
 from tiered_cache.errors import StaleError
 from tiered_cache.keys import RadixKey
-from tiered_cache.types import MatchPrefixParams, Tier
+from tiered_cache.types import MatchPrefixParams
 
 
 def test_an_empty_key_or_a_limit_of_nothing_matches_at_the_root() -> None:
@@ -159,7 +159,7 @@ def test_a_dead_node_ends_the_walk() -> None:
     rig.evict(64)
     assert rig.hit(key) == (0, 64)
     # a second way down keeps the dead node from being pruned
-    rig.tree.components[0]._lose(top, Tier.HOST)  # type: ignore[attr-defined]
+    rig.lose_on_host(top)
     rig.tree.check_integrity()
     found = rig.match(key)
     assert (found.device_length, found.best_length, found.full_hit_length) == (0, 0, 0)

@@ -41,6 +41,8 @@ def test_an_order_equals_a_sorted_list(
             live.remove(node)
             order.remove(node)
             assert node not in order
+            if step % 7 == 0:
+                assert order.first_with(node) is min((*live, node), key=rank)
         else:
             node = rng.choice(live)
             node.data[BASE].stamp = step

@@ -28,28 +28,29 @@ class PageAllocator:
             itself, so it is for tests and for hunting a bug.
     """
 
-    __slots__ = ("_is_free", "_num_free", "_stack", "capacity")
+    __slots__ = ("_is_free", "_num_used", "_stack", "capacity")
 
     def __init__(self, capacity: int, *, check: bool = False) -> None:
         if capacity < 1:
             raise ValueError(f"a pool needs at least one page, not {capacity}")
         self.capacity = capacity
         self._is_free = np.ones(capacity, dtype=bool) if check else None
-        self._num_free = capacity
+        self._num_used = 0
         self.reset()
 
     @property
     def num_free(self) -> int:
-        return self._num_free
+        return self.capacity - self._num_used
 
     def allocate(self, num_pages: int) -> PageIds | None:
         """`num_pages` ids, or None when there are not as many: all or nothing."""
         if num_pages < 0:
             raise ValueError(f"cannot allocate {num_pages} pages")
-        if num_pages > self._num_free:
+        num_used = self._num_used + num_pages
+        if num_used > self.capacity:
             return None
         ids = self._take(num_pages)
-        self._num_free -= num_pages
+        self._num_used = num_used
         if self._is_free is not None:
             self._is_free[ids] = False
         return ids
@@ -64,16 +65,17 @@ class PageAllocator:
         num_pages = len(ids)
         if not num_pages:
             return
-        if self._num_free + num_pages > self.capacity:
+        num_used = self._num_used - num_pages
+        if num_used < 0:
             raise IntegrityError(
                 f"{num_pages} pages given back to a pool of {self.capacity} "
-                f"that has {self._num_free} free already"
+                f"that has {self.num_free} free already"
             )
         if self._is_free is not None:
             self._check_owned(ids)
             self._is_free[ids] = True
         self._give(ids)
-        self._num_free += num_pages
+        self._num_used = num_used
 
     def reset(self, taken: PageIds | None = None) -> None:
         """All ids are free again, but those `taken`."""
@@ -81,25 +83,27 @@ class PageAllocator:
         if taken is not None:
             is_free[taken] = False
         ids = np.flatnonzero(is_free)
-        self._num_free = len(ids)
+        self._num_used = self.capacity - len(ids)
         if self._is_free is not None:
             self._is_free = is_free
         self._restart(ids.astype(np.int32))
 
     def free_ids(self) -> PageIds:
         """A copy of the free ids (for checks)."""
-        return self._stack[: self._num_free].copy()
+        return self._stack[self._num_used :].copy()
 
     def _take(self, num_pages: int) -> PageIds:
-        rest = self._num_free - num_pages
-        return self._stack[rest : self._num_free][::-1].copy()
+        top = self._num_used
+        return self._stack[top : top + num_pages].copy()
 
     def _give(self, ids: PageIds) -> None:
-        self._stack[self._num_free : self._num_free + len(ids)] = ids[::-1]
+        top = self._num_used
+        self._stack[top - len(ids) : top] = ids
 
     def _restart(self, ids: PageIds) -> None:
         self._stack = np.empty(self.capacity, dtype=np.int32)
-        self._stack[: len(ids)] = ids[::-1]
+        """It grows downwards, so that a run lies there as it goes in and out."""
+        self._stack[self._num_used :] = ids
 
     def _check_owned(self, ids: PageIds) -> None:
         assert self._is_free is not None
@@ -112,7 +116,7 @@ class PageAllocator:
             raise IntegrityError(f"pages {twice.tolist()} are given back twice")
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._num_free} of {self.capacity} free>"
+        return f"<{type(self).__name__} {self.num_free} of {self.capacity} free>"
 
 
 class RunAllocator(PageAllocator):

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from tiered_cache.tree.node import BASE
-from tiered_cache.tree.order import MirrorOrder
+from tiered_cache.tree.order import MirrorOrder, Order
 from tiered_cache.tree.policies import recency
 from tiered_cache.types import Tier
 
@@ -59,7 +58,7 @@ class LeafSets:
 
     def refresh(self, node: Node) -> None:
         """Bring a node's place in line with the predicates."""
-        data = node.data[BASE]
+        data = node.base
         wanted = None
         if data.lock_ref == 0 and node is not self._root:
             if data.value is not None:
@@ -78,11 +77,12 @@ class LeafSets:
 
     def touch(self, node: Node) -> None:
         """A node's place, or what its rank is made of, has changed."""
-        data = node.data[BASE]
+        data = node.base
         if not data.unsettled:
             data.unsettled = True
-            self._unsettled.append(node)
-            if len(self._unsettled) == MAX_UNSETTLED:
+            unsettled = self._unsettled
+            unsettled.append(node)
+            if len(unsettled) == MAX_UNSETTLED:
                 self.settle()
 
     def forget(self, node: Node, data: ComponentData) -> None:
@@ -97,7 +97,7 @@ class LeafSets:
     def settle(self) -> None:
         """Bring the orders up to date."""
         for node in self._unsettled:
-            data = node.data[BASE]
+            data = node.base
             data.unsettled = False
             if data.host_value is not None or data.mirror_rank >= 0:
                 self._settle_mirror(node)
@@ -115,7 +115,7 @@ class LeafSets:
 
     def is_spare_mirror(self, node: Node) -> bool:
         """Whether the node's host copy can be given up without losing anything."""
-        data = node.data[BASE]
+        data = node.base
         return (
             data.value is not None
             and data.host_value is not None
@@ -126,7 +126,7 @@ class LeafSets:
         )
 
     def _settle_mirror(self, node: Node) -> None:
-        is_listed = node.data[BASE].mirror_rank >= 0
+        is_listed = node.base.mirror_rank >= 0
         if self.is_spare_mirror(node):
             (self.mirrors.move if is_listed else self.mirrors.insert)(node)
         elif is_listed:
@@ -140,9 +140,15 @@ class LeafSets:
 
     def first(self, tier: Tier) -> Node | None:
         """The next victim, or None."""
-        if self._unsettled:
+        order, unsettled = self.device if tier is DEVICE else self.host, self._unsettled
+        if len(unsettled) == 1 and isinstance(order, Order):
+            # What the last victim has left a leaf goes next, as often as not: not worth a place.
+            data = unsettled[0].base
+            if data.queue is order and data.listed is None:
+                return order.first_with(unsettled[0])
+        if unsettled:
             self.settle()
-        return (self.device if tier is DEVICE else self.host).first()
+        return order.first()
 
     def in_order(self, tier: Tier) -> Iterator[Node]:
         """All leaves of a tier, the next victim first."""

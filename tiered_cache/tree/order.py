@@ -93,13 +93,20 @@ class Order:
         ranks = self._ranks[at]
         place = bisect_left(ranks, rank)
         del ranks[place], self._nodes[at][place]
-        if len(ranks) < FEWEST:
+        num_left = len(ranks)
+        if num_left < FEWEST:
             self._join(at)
-        elif place == len(ranks):
+        elif place == num_left:
             lasts[at] = ranks[-1]
 
     def first(self) -> Node | None:
         return self._nodes[0][0] if self._nodes else None
+
+    def first_with(self, node: Node) -> Node:
+        """What would be first if `node`, which is not in the order, were."""
+        if self._ranks and self._ranks[0][0] < self._rank(node):
+            return self._nodes[0][0]
+        return node
 
     def is_in_place(self, node: Node) -> bool:
         """Whether the node stands under the rank that it has now (for the checker)."""

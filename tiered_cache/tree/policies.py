@@ -78,7 +78,7 @@ def make_policy(policy: str | Callable[[], EvictionPolicy]) -> EvictionPolicy:
 def recency(node: Node) -> int:
     """(access stamp, depth) as one int: unique, because a stamp belongs to the nodes of one
     path."""
-    return node.data[BASE].stamp << DEPTH_BITS | node.end
+    return node.base.stamp << DEPTH_BITS | node.end
 
 
 def recency_of(index: int) -> Rank:

@@ -29,7 +29,7 @@ from tiered_cache.tree.components.base import (
 )
 from tiered_cache.tree.leaves import LeafSets
 from tiered_cache.tree.locks import Receipt, ReceiptBook
-from tiered_cache.tree.node import BASE, ComponentData, Node
+from tiered_cache.tree.node import BASE, Node, new_data_for
 from tiered_cache.tree.plans import Pinned, RoomPlan, Unhashed
 from tiered_cache.tree.policies import EvictionPolicy, make_policy
 from tiered_cache.types import (
@@ -109,6 +109,7 @@ class RadixTree:
         self.receipts = ReceiptBook()
         self._page_bytes = page_size * TOKEN_BYTES
         self._nothing = (NO_PAGES,) * len(self.components)
+        self._new_data = new_data_for(len(self.components))
         self._stamp = 0
         self.growth = 0
         """Rises whenever there may be more to match on the device than before."""
@@ -130,14 +131,6 @@ class RadixTree:
         self.leaves = LeafSets(device, host, self.root, mirrors_are_spare=self._mirrors_are_spare)
         for index, component in enumerate(self.components):
             component.bind(index, self.page_size, self.leaves, self.observers)
-
-    def _new_data(self, stamp: int) -> tuple[ComponentData, ...]:
-        num_components = len(self.components)
-        if num_components == 1:
-            return (ComponentData(stamp),)  # half the time of a comprehension
-        if num_components == 2:
-            return ComponentData(stamp), ComponentData(stamp)
-        return tuple([ComponentData(stamp) for _ in self.components])
 
     @property
     def epoch(self) -> int:
@@ -167,12 +160,11 @@ class RadixTree:
         device_length = best_length = depth
         agreed = self._deepest(path, count, depth, True)
         if agreed < count:
-            device, device_length = self._end(path, agreed)
+            device, device_length = best, best_length = self._end(path, agreed)
             if self._has_host_state():
                 agreed = self._deepest(path, count, depth, False)
-            if agreed < count:
-                best, best_length = self._end(path, agreed)
-                path = path[:agreed]
+                best, best_length = self._end(path, agreed) if agreed < count else (path[-1], depth)
+            path = path[:agreed]
         self._way_to, self._way = best, path
         # 3.6: the path to the best boundary is used; a node that matched in part only is left as it
         # is.
@@ -181,14 +173,16 @@ class RadixTree:
             key.place, used = best, path
         else:
             used = path[:-1]
-        for component in self.components:
-            component.touch(used, stamp)
+        if used:
+            for component in self.components:
+                component.touch(used, stamp)
         return MatchResult(device, device_length, best, best_length, depth, self)
 
     def _has_host_state(self) -> bool:
         """Whether there is anything on the host at all."""
         for component in self.components:
-            if component.host.evictable or component.host.protected:
+            host = component.host
+            if host.evictable or host.protected:
                 return True
         return False
 
@@ -224,14 +218,6 @@ class RadixTree:
         depth = node.end
         while depth < length:
             at = depth * TOKEN_BYTES
-            child = node.only
-            if child is not None and child.end <= length and data.startswith(child.key, at):
-                base = child.base  # as below, with half of the memory looked at
-                if base.value is None and base.host_value is None:
-                    break
-                path.append(child)
-                node, depth = child, child.end
-                continue
             page = data[at : at + step]
             child = node.children.get(page if depth else key.root_prefix + page)
             if child is None:
@@ -245,7 +231,19 @@ class RadixTree:
                 reached = self._common_depth(edge, data, depth, min(end, length), overlap)
                 if reached < end:
                     return path, reached
-            node, depth = child, end
+            node, depth, only = child, end, child.only
+            # As above, with half of the memory looked at.
+            while (
+                only is not None
+                and only.end <= length
+                and data.startswith(only.key, depth * TOKEN_BYTES)
+            ):
+                base = only.base
+                if base.value is None and base.host_value is None:
+                    return path, depth
+                path.append(only)
+                node, depth = only, only.end
+                only = node.only
         return path, depth
 
     def _common_depth(self, edge: bytes, data: bytes, start: int, stop: int, overlap: int) -> int:
@@ -318,11 +316,11 @@ class RadixTree:
         length = num_pages * page_size
         result = InsertResult(self.root, length, length, length, self._nothing)
         refused: list[list[PageIds]] | None = None
-        if key.place is not None and not path:
+        if owned and key.place is not None and not path:
             node = self._go_on(key.place, min(owned, length), path)
         depth = node.end
         step, priority = self._page_bytes + overlap, params.priority
-        while depth < length:
+        while node.children and depth < length:
             at = depth * TOKEN_BYTES
             page = data[at : at + step]
             child = node.children.get(page if depth else key.root_prefix + page)
@@ -359,7 +357,7 @@ class RadixTree:
         else:  # as nearly always: one step for each node
             for node in path:
                 node.hit_count += 1
-        self._stamp += 1
+        stamp = self._stamp = self._stamp + 1
         self.growth += 1
         if depth < length:
             if depth < result.prefix_len:
@@ -368,7 +366,7 @@ class RadixTree:
             if left is not None:
                 refused = left if refused is None else list(map(add, refused, left))
         for component in self.components:
-            component.touch(path, self._stamp)
+            component.touch(path, stamp)
         if path:
             result.node = key.place = path[-1]
         if refused is not None:
@@ -478,15 +476,15 @@ class RadixTree:
     ) -> list[list[PageIds]] | None:
         """Hang `[start, stop)` below `path`, cut where a component or the prompt's end wants a
         boundary. By component, the ids that none took; None: all were."""
-        key, parent = params.key, path[-1] if path else self.root
+        key, inserted_len, priority = params.key, params.inserted_len, params.priority
+        parent = path[-1] if path else self.root
         ends: Sequence[int] = (stop,)
         if params.prompt_len is not None or self._cutting:
             ends = self._leaf_ends(start, stop, params)
         left: list[list[PageIds]] | None = None
         for end in ends:
-            leaf = self._hang(parent, key, start, end)
-            leaf.priority = params.priority
-            leaf.hit_count = 1 if end > params.inserted_len else 0
+            num_hits = 1 if end > inserted_len else 0
+            leaf = self._hang(parent, key, start, end, priority, num_hits)
             for component in self.components:
                 ids = component.commit_insert_component_data(leaf, start, params, result)
                 if ids is not None:
@@ -497,17 +495,25 @@ class RadixTree:
             parent, start = leaf, end
         return left
 
-    def _hang(self, parent: Node, key: RadixKey, start: int, stop: int) -> Node:
+    def _hang(
+        self,
+        parent: Node,
+        key: RadixKey,
+        start: int,
+        stop: int,
+        priority: int = 0,
+        num_hits: int = 0,
+    ) -> Node:
         """A new node `[start, stop)` below `parent`, which is nowhere yet."""
-        data = key.data
+        data, stamp = key.data, self._stamp
         at = start * TOKEN_BYTES
         child_key = data[at : at + self._page_bytes + key.overlap]
         if not start:
             child_key = key.root_prefix + child_key
         is_only = start and not parent.children and stop - start <= PIECE_TOKENS
         edge = data[at : stop * TOKEN_BYTES + key.overlap]
-        fresh = self._new_data(self._stamp)
-        leaf = Node(edge, child_key, stop, parent, key.namespace, fresh, self._stamp)
+        fresh = self._new_data(stamp)
+        leaf = Node(edge, child_key, stop, parent, key.namespace, fresh, stamp, priority, num_hits)
         parent.children[child_key] = leaf
         parent.only = leaf if is_only else None
         self.num_nodes += 1
@@ -548,8 +554,8 @@ class RadixTree:
             data,
             child.created,
             child.priority,
+            child.hit_count,
         )
-        upper.hit_count = child.hit_count
         upper.is_gap = child.is_gap
         child.key = child.key[cut * TOKEN_BYTES :]
         child.child_key = child.key[: self._page_bytes + overlap]
@@ -824,7 +830,7 @@ class RadixTree:
     def evict(self, need: Sequence[int]) -> EvictResult:
         """Give up device state until `need[i]` pages of each component are given up or nothing more
         can go (7.1)."""
-        return self._drive(need, Tier.DEVICE)
+        return self._drive(need, DEVICE)
 
     def evict_host(self, need: Sequence[int]) -> EvictResult:
         """The same on the host (8.2)."""
@@ -833,12 +839,13 @@ class RadixTree:
     def _drive(self, need: Sequence[int], tier: Tier) -> EvictResult:
         eviction = Eviction(tier, len(self.components))
         for component in self.components:
-            pages = need[component.index]
-            if pages > 0:
-                drive = (
-                    component.drive_eviction if tier is DEVICE else component.drive_host_eviction
-                )
-                drive(self, pages, eviction)
+            num_ids = need[component.index]
+            if num_ids <= 0:
+                continue
+            if tier is DEVICE:
+                component.drive_eviction(self, num_ids, eviction)
+            else:
+                component.drive_host_eviction(self, num_ids, eviction)
         return eviction.result()
 
     def plan_room(self, component: int, num_pages: int) -> RoomPlan:
@@ -868,14 +875,14 @@ class RadixTree:
             return self.evict_host_leaf(node, eviction)
         for component in self._upwards:
             if node.data[component.index].value is not None:
-                component.evict_component(node, Tier.DEVICE, eviction)
+                component.evict_component(node, DEVICE, eviction)
         return True
 
     def evict_device_part(self, node: Node, owner: TreeComponent, eviction: Eviction) -> None:
         """Give up what `owner` has of a node on the device: with the whole node where that is a
         leaf, else with the components below it in eviction order, and a tombstone is left (1.2,
         7.2)."""
-        if node.data[BASE].queue is self.leaves.device and self.evict_device_leaf(node, eviction):
+        if node.base.queue is self.leaves.device and self.evict_device_leaf(node, eviction):
             return
         for component in self._upwards:
             if component.index < owner.index:
@@ -920,7 +927,7 @@ class RadixTree:
     def _prune(self, node: Node) -> None:
         """Take out a node that stands for nothing, and its ancestors that only stood for it
         (7.5)."""
-        while node.parent is not None and not node.children:
+        while not node.children and (parent := node.parent) is not None:
             base = node.base
             if (
                 base.value is not None
@@ -929,7 +936,6 @@ class RadixTree:
                 or base.host_lock_ref
             ):
                 return
-            parent = node.parent
             if node is self._way_to:
                 self._way_to, self._way = self.root, []
             del parent.children[node.child_key]

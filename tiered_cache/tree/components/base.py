@@ -72,7 +72,8 @@ def join_each(parts: Sequence[Sequence[PageIds]]) -> tuple[PageIds, ...]:
     if len(parts) == 1:
         return (join(parts[0]),)
     if len(parts) == 2:
-        return join(parts[0]), join(parts[1])
+        base, other = parts
+        return join(base), join(other)
     return tuple([join(ids) for ids in parts])
 
 
@@ -107,19 +108,26 @@ class Eviction:
     """What one eviction has given up so far: per component the ids, and how many on the tier that
     is asked."""
 
-    __slots__ = ("counts", "device", "dropped_tokens", "host", "tier")
+    __slots__ = ("_host", "counts", "device", "dropped_tokens", "tier")
 
     def __init__(self, tier: Tier, num_components: int) -> None:
         self.tier = tier
         self.device = empty_lists(num_components)
-        self.host = empty_lists(num_components)
+        self._host: list[list[PageIds]] | None = None
         self.counts = [0] * num_components
         self.dropped_tokens = 0
 
+    @property
+    def host(self) -> list[list[PageIds]]:
+        """Made when first asked for: most evictions leave the host as it is."""
+        if self._host is None:
+            self._host = empty_lists(len(self.counts))
+        return self._host
+
     def result(self) -> EvictResult:
-        device = join_each(self.device)
-        host = join_each(self.host) if any(self.host) else (NO_PAGES,) * len(device)
-        return EvictResult(device, host, self.dropped_tokens)
+        device, host = join_each(self.device), self._host
+        nothing = (NO_PAGES,) * len(device)
+        return EvictResult(device, join_each(host) if host else nothing, self.dropped_tokens)
 
 
 class TreeComponent(ABC):

@@ -20,7 +20,6 @@ from tiered_cache.tree.components.base import (
     own,
     owns_memory,
 )
-from tiered_cache.tree.node import BASE
 from tiered_cache.types import PageIds, Tier
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ class FullComponent(TreeComponent):
         self, path: Sequence[Node], count: int, depth: int, device_only: bool
     ) -> int:
         if device_only:  # dev(F) is prefix closed: the deepest node that has it is the boundary
-            while count and path[count - 1].data[self.index].value is None:
+            while count and path[count - 1].base.value is None:
                 count -= 1
         return count  # the walk has stopped in front of the first dead node
 
@@ -63,12 +62,14 @@ class FullComponent(TreeComponent):
         return ids[len(ids) - (stop - start) // self.page_size :] if start else ids
 
     def touch(self, path: Sequence[Node], stamp: int) -> None:
+        has_mirrors = self.host.evictable  # each of them is counted there
         for node in path:
             data = node.base
-            if data.stamp != stamp:
+            if data.queue is None and not (has_mirrors and data.mirror_rank >= 0):
                 data.stamp = stamp
-                if data.queue is not None or data.mirror_rank >= 0:
-                    self.leaves.touch(node)
+            elif data.stamp != stamp:  # else the insert has just made it
+                data.stamp = stamp
+                self.leaves.touch(node)
 
     # --- insert -----------------------------------------------------------------------------------
 
@@ -76,7 +77,7 @@ class FullComponent(TreeComponent):
         self, node: Node, start: int, params: InsertParams, result: InsertResult
     ) -> PageIds | None:
         page_size, owned = self.page_size, params.prev_prefix_len
-        value = node.data[self.index].value
+        value = node.base.value
         if value is None:
             if start < owned:
                 raise stale_prefix(owned, start)
@@ -109,8 +110,9 @@ class FullComponent(TreeComponent):
         ids = own(params.pages[index][start // size : leaf.end // size])
         data, above = leaf.base, parent.base
         data.value = ids
-        data.queue = leaves.device
-        leaves.touch(leaf)
+        if leaf.end == result.length:  # else the next one hangs below it at once
+            data.queue = leaves.device
+            leaves.touch(leaf)
         self.device.evictable += len(ids)
         parent.device_children += 1
         parent.live_children += 1
@@ -128,7 +130,7 @@ class FullComponent(TreeComponent):
     # --- split ------------------------------------------------------------------------------------
 
     def redistribute_on_node_split(self, parent: Node, child: Node, num_pages: int) -> None:
-        upper, lower = parent.data[self.index], child.data[self.index]
+        upper, lower = parent.base, child.base
         upper.lock_ref, upper.host_lock_ref = lower.lock_ref, lower.host_lock_ref
         upper.stamp, upper.stored = lower.stamp, lower.stored
         upper.pending = lower.pending
@@ -146,10 +148,33 @@ class FullComponent(TreeComponent):
     # --- eviction ---------------------------------------------------------------------------------
 
     def evict_component(self, node: Node, tier: Tier, eviction: Eviction) -> None:
-        ids = self._lose(node, tier)
-        (eviction.device if tier is DEVICE else eviction.host)[self.index].append(ids)
+        data, parent, index = node.base, node.parent, self.index
+        assert parent is not None, "the root holds nothing"
+        if tier is DEVICE:
+            ids, data.value = data.value, None
+            assert ids is not None, "callers have looked"
+            num_pages = len(ids)
+            eviction.device[index].append(ids)
+            parent.device_children -= 1
+            self.device.credit(-num_pages, data.lock_ref)
+        else:
+            ids, data.host_value = data.host_value, None
+            assert ids is not None, "callers have looked"
+            num_pages = len(ids)
+            eviction.host[index].append(ids)
+            parent.host_children -= 1
+            self.host.credit(-num_pages, data.host_lock_ref)
         if tier is eviction.tier:
-            eviction.counts[self.index] += len(ids)
+            eviction.counts[index] += num_pages
+        if data.value is None and data.host_value is None:
+            parent.live_children -= 1
+            self.leaves.forget(node, data)
+        else:
+            self.leaves.refresh(node)
+        if parent.device_children == 0 or (parent.host_children == 0 and tier is not DEVICE):
+            self.leaves.refresh(parent)  # it is a leaf now, or a mirror
+        if self.observers.listening:
+            self.tell(EventKind.REMOVED, tier, node)
 
     def drive_eviction(self, tree: RadixTree, need: int, eviction: Eviction) -> None:
         self._drive(tree.evict_device_leaf, DEVICE, need, eviction)
@@ -179,34 +204,46 @@ class FullComponent(TreeComponent):
     def acquire_component_lock(self, path: Sequence[Node], tier: Tier, start: int) -> int:
         if tier is not DEVICE:
             return self._acquire_host(path, start)
-        num_pages = 0
+        top = None
         for node in path:
             data = node.base
-            locks = data.lock_ref = data.lock_ref + 1
-            if locks == 1:
-                if data.value is not None:
-                    num_pages += len(data.value)
-                if data.queue is not None:
-                    data.queue = None
-                    self.leaves.touch(node)
-        self.device.protect(num_pages)
+            if not data.lock_ref:
+                top = node
+            data.lock_ref += 1
+        if top is None:
+            return start  # others hold all of it
+        for node in path:
+            data = node.base
+            if data.queue is not None:
+                data.queue = None
+                self.leaves.touch(node)
+            if data.value is not None:  # so have all above, and none of them is a leaf (2.2)
+                self.device.protect((node.end - top.start) // self.page_size)
+                break
+            if node is top:
+                break
         return start
 
     def release_component_lock(self, node: Node, tier: Tier, part: int) -> None:
         if tier is not DEVICE:
             self._release_host(node, part)
             return
-        num_pages, parent = 0, node.parent
+        end, top, parent = node, node, node.parent
         while parent is not None:
             data = node.base
-            locks = data.lock_ref = data.lock_ref - 1
-            if not locks:
-                if data.value is not None:
-                    num_pages += len(data.value)
-                if node.device_children == 0:
-                    self.leaves.refresh(node)
+            data.lock_ref -= 1
+            if not data.lock_ref:
+                top = parent
             node, parent = parent, parent.parent
-        self.device.protect(-num_pages)
+        # From `end` to below `top` nobody holds anything any more.
+        while end is not top:
+            if end.device_children == 0:
+                self.leaves.refresh(end)
+            if end.base.value is not None:  # so have all above, and none of them is a leaf (2.2)
+                self.device.protect((top.end - end.end) // self.page_size)
+                return
+            assert end.parent is not None, "`top` is above"
+            end = end.parent
 
     def advance_component_lock(
         self, node: Node, part: int, path: Sequence[Node], below: Sequence[Node]
@@ -214,9 +251,9 @@ class FullComponent(TreeComponent):
         return self.acquire_component_lock(below, DEVICE, 0)  # what is above is held already
 
     def would_protect(self, path: Sequence[Node], depth: int) -> int:
-        index, num_pages = self.index, 0
+        num_pages = 0
         for node in path:
-            data = node.data[index]
+            data = node.base
             if data.lock_ref:
                 break  # and so is everything above
             if data.value is not None and node.start < depth:
@@ -224,11 +261,11 @@ class FullComponent(TreeComponent):
         return num_pages
 
     def would_release(self, parts: Sequence[tuple[Node, int]]) -> int:
-        index, num_pages = self.index, 0
+        num_pages = 0
         left: dict[Node, int] = {}
         for end, part in parts:
             for node in self.held(end, DEVICE, part):
-                data = node.data[index]
+                data = node.base
                 left[node] = left.get(node, data.lock_ref) - 1
                 if left[node] == 0 and data.value is not None:
                     num_pages += len(data.value)
@@ -248,7 +285,7 @@ class FullComponent(TreeComponent):
             if node.end <= start:
                 break
             top = node.start
-            data = node.data[self.index]
+            data = node.base
             data.host_lock_ref += 1
             if data.host_lock_ref == 1:
                 if data.host_value is not None:
@@ -259,7 +296,7 @@ class FullComponent(TreeComponent):
     def _release_host(self, node: Node, start: int) -> None:
         current: Node | None = node
         while current is not None and current.parent is not None and current.end > start:
-            data = current.data[self.index]
+            data = current.base
             data.host_lock_ref -= 1
             if data.host_lock_ref == 0:
                 if data.host_value is not None:
@@ -275,17 +312,17 @@ class FullComponent(TreeComponent):
             num_pages = (node.end - node.start) // self.page_size
             mine = ids[at : at + num_pages]
             at += num_pages
-            data = node.data[self.index]
+            data = node.base
             if (data.value if tier is DEVICE else data.host_value) is not None:
                 unused.append(mine)
             else:
                 self._gain(node, tier, own(mine))
         return join(unused)
 
-    # --- the two changes of a residency, each with its counters -----------------------------------
+    # --- what `evict_component` takes away, given -------------------------------------------------
 
     def _gain(self, node: Node, tier: Tier, ids: PageIds) -> None:
-        data, parent = node.data[self.index], node.parent
+        data, parent = node.base, node.parent
         assert parent is not None, "the root holds nothing"
         if data.value is None and data.host_value is None:
             parent.live_children += 1
@@ -299,43 +336,15 @@ class FullComponent(TreeComponent):
             parent.host_children += 1
             self.host.credit(len(ids), data.host_lock_ref)
         self.leaves.refresh(node)
-        if parent.data[self.index].queue is not None or tier is not DEVICE:
+        if parent.base.queue is not None or tier is not DEVICE:
             self.leaves.refresh(parent)
         if self.observers.listening:
             self.tell(EventKind.STORED, tier, node)
 
-    def _lose(self, node: Node, tier: Tier) -> PageIds:
-        data, parent = node.data[self.index], node.parent
-        assert parent is not None, "the root holds nothing"
-        if tier is DEVICE:
-            ids, data.value = data.value, None
-            assert ids is not None, "callers have looked"
-            parent.device_children -= 1
-            self.device.credit(-len(ids), data.lock_ref)
-        else:
-            ids, data.host_value = data.host_value, None
-            assert ids is not None, "callers have looked"
-            parent.host_children -= 1
-            self.host.credit(-len(ids), data.host_lock_ref)
-        if data.value is None and data.host_value is None:
-            parent.live_children -= 1
-            self.leaves.forget(node, data)
-        else:
-            self.leaves.refresh(node)
-        if (
-            parent.device_children == 0
-            or parent.live_children == 0
-            or (parent.host_children == 0 and tier is not DEVICE)
-        ):
-            self.leaves.refresh(parent)
-        if self.observers.listening:
-            self.tell(EventKind.REMOVED, tier, node)
-        return ids
-
     # --- proof ------------------------------------------------------------------------------------
 
     def check(self, node: Node, fail: Callable[[str], None]) -> None:
-        data = node.data[self.index]
+        data = node.base
         num_pages = (node.end - node.start) // self.page_size
         for name, value in (("value", data.value), ("host_value", data.host_value)):
             if value is not None and len(value) != num_pages:
@@ -344,7 +353,7 @@ class FullComponent(TreeComponent):
                 fail(f"{name} is writable, or a view of something larger")
         parent = node.parent
         if parent is not None and parent.parent is not None:
-            above = parent.data[self.index]
+            above = parent.base
             if data.value is not None and above.value is None:
                 fail("is on the device below a node that is not (semantics §2.2)")
             if data.host_value is not None and any(map(_is_nowhere, _ancestors(parent))):
@@ -363,6 +372,6 @@ def _ancestors(node: Node) -> Iterator[Node]:
 
 def _is_nowhere(node: Node) -> bool:
     """No tier has it, nor is storage believed to; and that is a fault."""
-    data = node.data[BASE]
+    data = node.base
     is_dead = data.value is None and data.host_value is None
     return is_dead and not (data.stored or node.is_gap)

@@ -78,9 +78,10 @@ class MambaComponent(SparseComponent):
     def touch(self, path: Sequence[Node], stamp: int) -> None:
         if path:
             data = path[-1].data[self.index]
-            data.stamp = stamp
-            if data.value is not None or data.host_value is not None:
-                self.orders.note(path[-1], data)
+            if data.stamp != stamp:  # else the insert has just made it
+                data.stamp = stamp
+                if data.value is not None or data.host_value is not None:
+                    self.orders.note(path[-1], data)
 
     # --- insert -----------------------------------------------------------------------------------
 
@@ -172,13 +173,13 @@ class MambaComponent(SparseComponent):
         """A state has come to stand at `last`: those above it that the path can do without become
         the oldest. Roughly: who is to go is looked at again (`_can_spare`), and most states come
         to go with their path."""
-        index, num_states = self.index, 0
-        node = last.parent
-        while node is not None:  # every state comes by here, and most paths have few
-            data = node.data[index]
+        index, num_states, above = self.index, 0, last.parent
+        assert above is not None, "the root has no state"
+        while above.parent is not None:  # every state comes by here, and most paths have few
+            data = above.data[index]
             if data.value is not None or data.host_value is not None:
                 num_states += 1
-            node = node.parent
+            above = above.parent
         if num_states <= 1 + self._states_per_path:
             return
         kept, others = [last], list[int]()
@@ -235,11 +236,12 @@ class MambaComponent(SparseComponent):
             above = above.parent
 
     def _oldest(self, tier: Tier) -> Node | None:
-        node = super()._oldest(tier)
-        while node is not None and node.data[self.index].stamp < 0 and not self._can_spare(node):
-            node.data[self.index].stamp += SURPLUS
-            self.orders.note(node, node.data[self.index])
-            node = super()._oldest(tier)
+        orders, index = self.orders, self.index
+        node = orders.first(tier)
+        while node is not None and node.data[index].stamp < 0 and not self._can_spare(node):
+            node.data[index].stamp += SURPLUS
+            orders.note(node, node.data[index])
+            node = orders.first(tier)
         return node
 
     # --- locks ------------------------------------------------------------------------------------
@@ -252,9 +254,8 @@ class MambaComponent(SparseComponent):
     def held_from(self, depth: int, part: int) -> int:
         return depth - self.page_size
 
-    def held(self, node: Node, tier: Tier, part: int) -> Iterator[Node]:
-        if node.parent is not None and node.end > part:
-            yield node
+    def held(self, node: Node, tier: Tier, part: int) -> tuple[Node, ...]:
+        return (node,) if node.parent is not None and node.end > part else ()
 
     def would_protect(self, path: Sequence[Node], depth: int) -> int:
         for node in path:

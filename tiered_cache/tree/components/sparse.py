@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
+from numpy import frombuffer
 
 from tiered_cache.observe import EventKind
 from tiered_cache.tree.components.base import INT32, Eviction, TreeComponent, join, own, owns_memory
@@ -54,8 +55,9 @@ class SparseOrders:
         """A node's part, its locks or its age have changed. `data`: that part."""
         if not data.unsettled:
             data.unsettled = True
-            self._unsettled.append(node)
-            if len(self._unsettled) == MAX_UNSETTLED:
+            unsettled = self._unsettled
+            unsettled.append(node)
+            if len(unsettled) == MAX_UNSETTLED:
                 self.settle()
 
     def forget(self, node: Node, data: ComponentData) -> None:
@@ -91,13 +93,8 @@ class SparseOrders:
             elif listed is not None:
                 listed.take_out(data)
                 data.listed = None
-            is_listed = data.mirror_rank != -1
-            if data.host_value is None and not is_listed:
-                continue
-            if self.is_spare_mirror(data):
-                (self.mirrors.move if is_listed else self.mirrors.insert)(node)
-            elif is_listed:
-                self.mirrors.remove(node)
+            if data.host_value is not None or data.mirror_rank != -1:
+                self._settle_mirror(node, data)
         self._unsettled.clear()
 
     def wanted(self, data: ComponentData) -> SortedPolicy | None:
@@ -117,6 +114,13 @@ class SparseOrders:
             and data.pending is None
             and (data.stored or self.mirrors_are_spare)
         )
+
+    def _settle_mirror(self, node: Node, data: ComponentData) -> None:
+        is_listed = data.mirror_rank != -1
+        if self.is_spare_mirror(data):
+            (self.mirrors.move if is_listed else self.mirrors.insert)(node)
+        elif is_listed:
+            self.mirrors.remove(node)
 
     def first(self, tier: Tier) -> Node | None:
         """The oldest that nobody holds, or None."""
@@ -152,13 +156,32 @@ class SparseComponent(TreeComponent):
     # --- eviction ---------------------------------------------------------------------------------
 
     def evict_component(self, node: Node, tier: Tier, eviction: Eviction) -> None:
-        ids = self._lose(node, tier)
-        (eviction.device if tier is DEVICE else eviction.host)[self.index].append(ids)
+        index = self.index
+        data = node.data[index]
+        if tier is DEVICE:
+            ids, data.value = data.value, None
+            assert ids is not None, "callers have looked"
+            num_ids = len(ids)
+            eviction.device[index].append(ids)
+            self.device.credit(-num_ids, data.lock_ref)
+        else:
+            ids, data.host_value = data.host_value, None
+            assert ids is not None, "callers have looked"
+            num_ids = len(ids)
+            eviction.host[index].append(ids)
+            self.host.credit(-num_ids, data.host_lock_ref)
         if tier is eviction.tier:
-            eviction.counts[self.index] += len(ids)
+            eviction.counts[index] += num_ids
+        if data.value is None and data.host_value is None:
+            self.orders.forget(node, data)
+        else:
+            self.orders.note(node, data)
+        if self.observers.listening:
+            self.tell(EventKind.REMOVED, tier, node)
 
     def drive_eviction(self, tree: RadixTree, need: int, eviction: Eviction) -> None:
-        while eviction.counts[self.index] < need:
+        counts, index = eviction.counts, self.index
+        while counts[index] < need:
             node = self._oldest(DEVICE)
             if node is None:
                 return
@@ -217,7 +240,7 @@ class SparseComponent(TreeComponent):
                 self.host.protect(-len(data.host_value))
         self.orders.note(node, data)
 
-    # --- the two changes of a residency, each with its counters -----------------------------------
+    # --- what `evict_component` takes away, given -------------------------------------------------
 
     def _gain(self, node: Node, tier: Tier, ids: PageIds) -> None:
         data = node.data[self.index]
@@ -236,29 +259,11 @@ class SparseComponent(TreeComponent):
     def _gain_fresh(self, leaf: Node, ids: bytes) -> None:
         """`_gain`, on the device, of a node that an insert has just made: nobody holds it."""
         data = leaf.data[self.index]
-        data.value = np.frombuffer(ids, INT32)
+        data.value = frombuffer(ids, INT32)
         self.device.evictable += len(data.value)
         self.orders.note(leaf, data)
         if self.observers.listening:
             self.tell(EventKind.STORED, DEVICE, leaf)
-
-    def _lose(self, node: Node, tier: Tier) -> PageIds:
-        data = node.data[self.index]
-        if tier is DEVICE:
-            ids, data.value = data.value, None
-            assert ids is not None, "callers have looked"
-            self.device.credit(-len(ids), data.lock_ref)
-        else:
-            ids, data.host_value = data.host_value, None
-            assert ids is not None, "callers have looked"
-            self.host.credit(-len(ids), data.host_lock_ref)
-        if data.value is None and data.host_value is None:
-            self.orders.forget(node, data)
-        else:
-            self.orders.note(node, data)
-        if self.observers.listening:
-            self.tell(EventKind.REMOVED, tier, node)
-        return ids
 
     # --- transfer ---------------------------------------------------------------------------------
 
@@ -332,5 +337,5 @@ def are_gaps(ids: PageIds) -> bool:
 
 def behind_gaps(num_gaps: int, parts: Sequence[bytes | PageIds]) -> PageIds:
     """So many entries without a page, and then these."""
-    ids: PageIds = np.frombuffer(b"".join((GAP * num_gaps, *parts)), INT32)  # type: ignore[arg-type]
+    ids: PageIds = frombuffer(b"".join((GAP * num_gaps, *parts)), INT32)  # type: ignore[arg-type]
     return ids

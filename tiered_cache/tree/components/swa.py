@@ -46,10 +46,12 @@ class SWAComponent(SparseComponent):
             raise ValueError(f"a window has at least 1 token, not {window}")
         self.window = window
         self._whole_window = 0
+        self._dated = 0
 
     def bind(self, index: int, page_size: int, leaves: LeafSets, observers: Observers) -> None:
         super().bind(index, page_size, leaves, observers)
         self._whole_window = self._ceil(self.window)
+        self._dated = self.window + page_size
 
     def _floor(self, depth: int) -> int:
         return depth - depth % self.page_size
@@ -104,7 +106,7 @@ class SWAComponent(SparseComponent):
     def touch(self, path: Sequence[Node], stamp: int) -> None:
         if not path:
             return
-        index, top = self.index, path[-1].end - self.window - self.page_size
+        index, top = self.index, path[-1].end - self._dated
         for node in reversed(path):
             if node.end <= top:
                 return
@@ -248,7 +250,8 @@ class SWAComponent(SparseComponent):
         return top
 
     def release_component_lock(self, node: Node, tier: Tier, part: int) -> None:
-        super().release_component_lock(node, tier, part)
+        for held in self.held(node, tier, part):
+            self._unhold(held, tier)
         if tier is DEVICE:
             self.device.held -= (node.end - part) // self.page_size
 

@@ -332,7 +332,7 @@ def has_gaps(ids: PageIds) -> bool:
 
 def are_gaps(ids: PageIds) -> bool:
     """Whether all entries are without a page: none at all, too."""
-    return not ids.tobytes().strip(GAP)
+    return ids.tobytes() == GAP * len(ids)
 
 
 def behind_gaps(num_gaps: int, parts: Sequence[bytes | PageIds]) -> PageIds:

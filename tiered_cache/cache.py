@@ -286,17 +286,18 @@ class UnifiedRadixCache:
 
     @staticmethod
     def _key(tokens: Any, extra_key: str | None, cache_salt: str | None) -> RadixKey:
-        """Tokens, or a key that somebody has made of them."""
+        """Tokens, or a key that somebody has made of them, who may change it while this goes on:
+        what storage has of it would be published under what it has become."""
         if not isinstance(tokens, RadixKey):
             return RadixKey(tokens, extra_key, cache_salt)
         if extra_key is not None or cache_salt is not None:
             raise ValueError("a RadixKey has its namespace already: take extra_key, cache_salt out")
-        return tokens
+        return tokens.snapshot()
 
     @property
     def storage(self) -> StorageControl:
         """The storage tier, for an operator: attach, detach, clear, health."""
-        return StorageControl(self._controller)
+        return StorageControl(self._controller, self._parts)
 
     async def run(self, leases: Sequence[Lease], fn: Callable[..., T], *args: Any) -> T:
         """One scheduler step of a batch: as `Lease.run`, over chunks of several leases among

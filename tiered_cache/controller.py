@@ -512,6 +512,7 @@ class HybridCacheController:
         self.counters.tokens_hit_device += num_tokens - from_host
         self.counters.tokens_hit_host += from_host - from_storage
         self.counters.tokens_hit_storage += from_storage
+        self.used(lease.published)  # when it was granted, it was no longer than what was here
         if self.observers.listening:
             self._tell(EventKind.LOADED, lease, num_tokens)
 

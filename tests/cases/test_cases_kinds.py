@@ -1,0 +1,459 @@
+"""Other members of the kinds of fault that the numbered cases are of. Each docstring names the case
+whose kind it is."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Final
+
+import numpy as np
+import pytest
+
+from tests.hybrid_helpers import STACKS, hybrid_tiers
+from tests.lease_helpers import P, Rig, rig, seq, settings, start, turns
+from tests.storage_helpers import MODEL, keep, on_virtual_clock, prefetched, three_tiers, wipe
+from tests.tier_helpers import demote, on_tier
+from tiered_cache import (
+    ClosedError,
+    ConfigError,
+    EvictParams,
+    Hits,
+    InsertParams,
+    MatchPrefixParams,
+    RadixKey,
+)
+from tiered_cache.testing.faulty_backend import CallGate
+from tiered_cache.types import Tier
+
+A: Final = seq("A", 32)
+
+WAITS: Final = {"prefetch": {"threshold": 0, "policy": "wait_complete"}}
+
+
+def at_rest(r: Rig) -> None:
+    """Nothing of the host is held, and all is accounted for."""
+    for pool in r.stats.host.values():
+        assert pool.in_flight == pool.quarantined == pool.protected == 0, pool
+        assert pool.free + pool.evictable == pool.capacity
+    assert r.cache.outstanding() == []
+    assert r.counters.background_failures == 0
+    r.check()
+
+
+# --- identity -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change", ["shorter", "others", "longer"])
+@pytest.mark.parametrize("at", ["contains", "read"])
+@on_virtual_clock
+async def test_a_key_that_its_owner_changes_while_it_is_fetched(at: Any, change: str) -> None:
+    """B89: what storage has of a prompt is published under that prompt, whatever becomes of the key
+    object that was given: an engine has one for each request, and cuts it when drafts are
+    rejected."""
+    async with three_tiers() as (r, store):
+        await keep(r, A)
+        gate = CallGate()
+        store.fault(at, gate=gate, at="inside", times=1)
+        key = RadixKey(A)
+        with r.cache.prefetch(key) as handle:
+            await gate.reached()
+            if change == "longer":
+                key.append(7)
+            else:
+                key.truncate(8)
+            if change == "others":
+                key.extend(seq("Z", 24))
+            gate.open()
+            assert await handle.wait("wait_complete") == 32
+            assert on_tier(r, A) == "H" * 8
+            assert on_tier(r, seq("A", 8) + seq("Z", 24)) == "HH------"
+        at_rest(r)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"dtype": "bfloat16"}, "model"),
+        ({"num_kv_heads": 2, "head_dim": 1}, "model"),
+        ({"num_layers": 1, "head_dim": 4}, "model"),
+        ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}, "model"),
+        ({"id": "another/model"}, "model.id"),
+        ({"revision": "2"}, "model.revision"),
+        ({"page_size": 8}, "page_size"),
+    ],
+)
+@on_virtual_clock
+async def test_storage_of_another_model_is_not_attached(change: dict[str, Any], named: str) -> None:
+    """B84: a configuration of other state, though its rows are as long, is refused: rows would be
+    kept under the other's name, and it would read them as its own. Nothing has changed then."""
+    model = {**MODEL, "dtype": "float16"}
+    async with three_tiers(model=model) as (r, store):
+        await r.serve(A)
+        await r.cache.drain()
+        await r.cache.storage.detach()
+        kept = dict(store.rows)
+        page_size = change.get("page_size", P)
+        other = {key: value for key, value in change.items() if key != "page_size"}
+        sections = {"host": {"tokens": 256}, "storage": {"backend": "memory", **WAITS}}
+        config = settings(64, model={**model, **other}, page_size=page_size, **sections)
+        with pytest.raises(ConfigError) as caught:
+            await r.cache.storage.attach(config, backend=store)
+        assert [problem.key for problem in caught.value.problems] == [named]
+        assert not r.cache.storage
+        await r.serve([*A, 1])
+        await r.cache.drain()
+        assert store.rows == kept
+        await r.cache.storage.attach(r.config, backend=store)
+        wipe(r)
+        assert await r.serve([*A, 1]) == 32
+
+
+async def test_a_cache_that_was_opened_without_names_gets_them_with_its_storage() -> None:
+    """B84: id and revision are needed beside storage only, and so may come with it."""
+    nameless = {key: value for key, value in MODEL.items() if key not in ("id", "revision")}
+    async with three_tiers() as (r, store):
+        await keep(r, A)
+        config = r.config
+    async with rig(64, model=nameless, host={"tokens": 256}) as plain:
+        await plain.cache.storage.attach(config, backend=store)
+        assert await plain.serve([*A, 1]) == 32
+        await plain.cache.drain()
+        await plain.cache.storage.detach()
+
+
+@pytest.mark.parametrize("salt", ["\0", "a\0b", "é", "e\u0301", " ", "x" * 10_000, "\ufeff", "💥"])
+@on_virtual_clock
+async def test_any_text_is_a_namespace_of_its_own(salt: str) -> None:
+    """B81: also one that looks like another, or like nothing; as either of its two parts."""
+    others = {"a", "a\0", "b", "é", "e\u0301", "\0\0"} - {salt}
+    async with three_tiers() as (r, store):
+        await r.serve(A)
+        await r.serve(A, cache_salt=salt)
+        await r.serve(A, extra_key=salt)
+        await r.cache.drain()
+        assert len(store.rows) == 3 * 8
+        wipe(r)
+        for other in others:
+            assert await r.serve([*A, 1], cache_salt=other) == 0
+            assert await r.serve([*A, 1], extra_key=other) == 0
+            wipe(r)
+        assert await r.serve([*A, 1], cache_salt=salt, extra_key=salt) == 0
+        for namespace in ({}, {"cache_salt": salt}, {"extra_key": salt}):
+            wipe(r)
+            assert await r.serve([*A, 1], **namespace) == 32
+        await r.cache.drain()
+        at_rest(r)
+
+
+@on_virtual_clock
+async def test_pairs_in_storage_are_nobody_elses_tokens() -> None:
+    """B81, B86: pages of a bigram key go to storage and come back under keys of their own; the same
+    tokens, as tokens, find none of them."""
+    async with three_tiers() as (r, store):
+        tokens = seq("A", 33)
+        pairs = RadixKey(tokens, is_bigram=True)
+        pages = r.cache.allocate(8)
+        assert r.cache.insert(InsertParams(pairs, tuple(pages))).length == 32
+        await r.cache.drain()
+        assert {key[-32:] for key in store.rows} == set(pairs.page_keys(P))
+        r.cache.reset()
+        assert await prefetched(r, tokens) == 0
+        assert await prefetched(r, RadixKey(tokens, is_bigram=True)) == 32
+        assert await r.cache.load_back(RadixKey(tokens, is_bigram=True)) == 32
+        assert r.hit(tokens) == 0
+        assert await r.serve([*tokens, 1]) == 0
+        await r.cache.drain()
+        assert len(store.rows) == 16
+        r.cache.reset()
+
+
+# --- write through, load back ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lost", ["cleared", "refused", "detached"])
+@on_virtual_clock
+async def test_a_prefix_that_comes_from_the_host_is_used(lost: str) -> None:
+    """B40: what storage lacks is tried again on next use. A prompt whose prefix the host alone has
+    uses it, though it publishes nothing itself."""
+    async with three_tiers(storage=WAITS) as (r, store):
+        if lost == "refused":
+            refuses = store.fault("write", error=OSError("no"), times=1)
+            await r.serve(A)
+            await r.cache.drain()
+            assert refuses.num_met == 1
+        else:
+            await r.serve(A)
+            await r.cache.drain()
+            if lost == "cleared":
+                await r.cache.storage.clear()
+            else:
+                await r.cache.storage.detach()
+                store.rows.clear()
+                await r.cache.storage.attach(r.config, backend=store)
+        assert store.has(A) == "-" * 8
+        demote(r)
+        async with r.cache.lease([*A, 1]) as lease:
+            assert lease.hits == Hits(host=32)
+        await r.cache.drain()
+        assert store.has(A) == "S" * 8
+        wipe(r)
+        r.spoil_free_pages()
+        assert await r.serve([*A, 1]) == 32
+        await r.cache.drain()
+        at_rest(r)
+
+
+@pytest.mark.parametrize("stack", STACKS)
+@on_virtual_clock
+async def test_what_was_suspended_goes_on_from_storage(stack: str) -> None:
+    """B93, B26: a request that was suspended in its answer, and whose state has left device and
+    host meanwhile, goes on from what storage has of it, generated tokens included."""
+    prompt, answer = seq("A", 30), seq("B", 17)
+    async with hybrid_tiers(stack) as (r, _):
+        async with r.cache.lease(prompt, reserve=20) as lease:
+            await r.compute(lease)
+            for token in answer:
+                await lease.run(r.model, lease.append(token))
+            lease.suspend()
+        await r.cache.drain()
+        wipe(r)
+        assert r.stats.num_nodes == 0
+        r.spoil_free_pages()
+        async with r.cache.lease([*prompt, *answer], reserve=5) as lease:
+            assert lease.prefix_len > len(prompt) - P
+            assert lease.hits.storage == lease.prefix_len
+            await r.compute(lease)
+            await lease.run(r.model, lease.append(1))
+        await r.cache.drain()
+        at_rest(r)
+
+
+@on_virtual_clock
+async def test_a_prefix_that_was_loaded_is_not_truncated() -> None:
+    """B06: it is the tree's, and others may be reading it; what follows it may be taken back, up to
+    its very end."""
+    async with three_tiers() as (r, _):
+        await keep(r, A)
+        async with r.cache.lease([*A, 1], reserve=4) as lease:
+            assert lease.hits == Hits(storage=32)
+            for length in (0, 16, 31):
+                with pytest.raises(ValueError, match="committed"):
+                    lease.truncate(length)
+            lease.truncate(32)
+            assert await lease.next_chunk(8) is None
+            await lease.run(r.model, lease.append(5))
+            lease.finish()
+        await r.cache.drain()
+        at_rest(r)
+
+
+# --- prefetch -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("beyond", [-1, 0, 1])
+@pytest.mark.parametrize("pages", [1, 2])
+@pytest.mark.parametrize("page_size", [1, 16])
+@on_virtual_clock
+async def test_prompts_around_one_page(page_size: int, pages: int, beyond: int) -> None:
+    """B08, B23: storage keeps whole pages; a prefetch brings all of them, a lease uses those in
+    front of the last token."""
+    num_tokens = max(1, page_size * pages + beyond)
+    tokens = seq("A", num_tokens)
+    async with three_tiers(page_size=page_size) as (r, store):
+        await keep(r, tokens)
+        whole = num_tokens // page_size
+        assert store.has(tokens) == "S" * whole
+        assert await prefetched(r, tokens) == whole * page_size
+        wipe(r)
+        async with r.cache.lease(tokens) as lease:
+            reused = (num_tokens - 1) // page_size * page_size
+            assert (lease.prefix_len, lease.hits) == (reused, Hits(storage=reused))
+            await r.compute(lease)
+        await r.cache.drain()
+        at_rest(r)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@on_virtual_clock
+async def test_a_host_of_a_few_rows_before_a_long_prompt(rows: int) -> None:
+    """B43, B63: all of a prompt of eight pages comes to storage through it, in as many uses as it
+    takes; as much as the host may have of storage comes back."""
+    async with three_tiers(16, rows) as (r, store):
+        await keep(r, A)
+        for _ in range(8):
+            await r.serve([*A, 1])
+            await r.cache.drain()
+            at_rest(r)
+        assert store.has(A) == "S" * 8
+        wipe(r)
+        assert await prefetched(r, A, policy="wait_complete") == max(1, rows // 2) * P
+        at_rest(r)
+
+
+@pytest.mark.parametrize("stubborn", [False, True])
+@pytest.mark.parametrize("at", ["contains", "read"])
+@on_virtual_clock
+async def test_a_detach_with_prefetches_under_way(at: Any, stubborn: bool) -> None:
+    """B98: a lease, a handle and one that nobody waits for end with nothing, at once; the backend
+    is closed under no call; a store that is attached then serves."""
+    async with three_tiers(storage=WAITS) as (r, store):
+        await keep(r, A)
+        gate = CallGate()
+        store.fault(at, gate=gate, at="inside", times=1, stubborn=stubborn)
+        waiting = start(r.lease([*A, 1]))
+        handle = r.cache.prefetch(A)
+        waiter = start(handle.wait())
+        r.cache.prefetch(A, detach=True)
+        await gate.reached()
+        detaching = start(r.cache.storage.detach())
+        lease = await waiting
+        assert lease.prefix_len == await waiter == 0
+        assert "detached" in lease.why
+        handle.close()
+        await r.compute(lease)
+        lease.close()
+        assert not r.cache.storage
+        gate.open()
+        await detaching
+        await r.cache.drain()
+        wipe(r)
+        await r.cache.storage.attach(r.config, backend=store)
+        assert await r.serve([*A, 1]) == 32
+        await r.cache.drain()
+        at_rest(r)
+
+
+@on_virtual_clock
+async def test_no_time_at_all() -> None:
+    """B55: with `timeout=0` a lease takes what is here, the host's copy included, and waits for
+    nothing of storage; with `load_timeout=0` what storage has comes to the host, and is the next
+    one's."""
+    async with three_tiers() as (r, store):
+        await r.serve(A)
+        await r.cache.drain()
+        demote(r)
+        async with r.cache.lease([*A, 1], timeout=0) as lease:
+            assert lease.hits == Hits(host=32)
+        wipe(r)
+        store.fault("read", delay=1.0)
+        async with r.cache.lease([*A, 1], timeout=0) as lease:
+            assert lease.prefix_len == 0
+            assert "storage" in lease.why
+        await r.cache.drain()
+        wipe(r)
+        async with r.cache.lease([*A, 1], load_timeout=0) as lease:
+            assert lease.prefix_len == 0
+            assert "load_timeout" in lease.why
+        async with r.cache.lease([*A, 1], timeout=0) as lease:
+            assert lease.hits == Hits(host=32)
+        await r.cache.drain()
+        at_rest(r)
+
+
+@on_virtual_clock
+async def test_a_prompt_that_is_on_its_way_down_is_not_fetched() -> None:
+    """B37: the rows that are being written are the host's, and cannot be given up; whoever asks for
+    them gets them, and reads nothing."""
+    async with three_tiers() as (r, store):
+        gate = CallGate()
+        store.fault("write", gate=gate, at="inside", times=1)
+        await r.serve(A)
+        await gate.reached()
+        wipe(r)
+        assert on_tier(r, A) == "H" * 8
+        assert await prefetched(r, A) == 32
+        assert store.num_calls["read"] == 0
+        gate.open()
+        await r.cache.drain()
+        wipe(r)
+        assert await prefetched(r, A) == 32
+        at_rest(r)
+
+
+@pytest.mark.parametrize("how", ["reset", "close", "clear", "detach"])
+@pytest.mark.parametrize("at", ["contains", "read", "load"])
+@on_virtual_clock
+async def test_whatever_ends_while_three_leases_wait(at: Any, how: str) -> None:
+    """B93, B98: they end, each as it should: with less, with what has come, or with an error that
+    says that the cache is closed."""
+    async with three_tiers(storage=WAITS) as (r, store):
+        await keep(r, A)
+        gate = CallGate()
+        if at == "load":
+            assert await prefetched(r, A) == 32
+        else:
+            store.fault(at, gate=gate, at="inside", times=1, stubborn=True)
+        limits: list[dict[str, float]] = [{}, {"load_timeout": 5.0}, {"timeout": 5.0}]
+        work = [start(r.lease([*A, number], **limit)) for number, limit in enumerate(limits)]
+        if at == "load":
+            await asyncio.sleep(0)
+        else:
+            await gate.reached()
+        ending: Any = None
+        if how == "reset":
+            r.cache.reset()
+        elif how == "close":
+            await r.cache.aclose(1.0)
+        else:
+            ending = start(getattr(r.cache.storage, how)())
+        await turns(40)
+        gate.open()
+        ended = await asyncio.gather(*work, return_exceptions=True)
+        for lease in ended:
+            if isinstance(lease, BaseException):
+                assert how == "close"
+                assert isinstance(lease, ClosedError)
+                continue
+            assert lease.prefix_len in (0, 16, 32)
+            await r.compute(lease)
+            lease.close()
+        if how == "close":
+            assert all(isinstance(error, ClosedError) for error in ended)
+            return
+        if ending is not None:
+            await ending
+        await r.cache.drain()
+        if how != "reset":
+            wipe(r)
+        at_rest(r)
+
+
+# --- arguments ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [-1, 1.5, True, "3"])
+@pytest.mark.parametrize("name", ["num_tokens", "num_pages"])
+@on_virtual_clock
+async def test_what_is_no_amount_is_not_evicted(name: str, bad: Any) -> None:
+    """B12, B101: less than nothing, or a part of a page, is an error of whoever asked, on either
+    tier, and nothing goes."""
+    params = EvictParams(**{name: bad if name == "num_tokens" else {"full": bad}})
+    async with three_tiers() as (r, _):
+        await r.serve(A)
+        await r.cache.drain()
+        for evict in (r.cache.evict, r.cache.evict_host):
+            with pytest.raises((TypeError, ValueError)):
+                await evict(params)
+        assert on_tier(r, A) == "B" * 8
+
+
+@on_virtual_clock
+async def test_a_limit_is_a_whole_number_and_stays_a_plain_one() -> None:
+    """B08, B101: a fraction is refused; numpy's integers are taken at their value, and no boundary
+    is made of them."""
+    async with three_tiers() as (r, _):
+        await r.serve(A)
+        await r.cache.drain()
+        for bad in (1.5, True, "3"):
+            with pytest.raises(TypeError, match="limit must be a whole number"):
+                r.cache.match_prefix(MatchPrefixParams(RadixKey(A), bad))  # type: ignore[arg-type]
+            with pytest.raises(TypeError, match="limit must be a whole number"):
+                await r.cache.load_back(RadixKey(A), bad)  # type: ignore[arg-type]
+        match = r.cache.match_prefix(MatchPrefixParams(RadixKey(A), np.int8(12)))  # type: ignore[arg-type]
+        assert (match.device_length, type(match.device_length)) == (12, int)
+        receipt = r.cache.inc_lock_ref(match.device_boundary)
+        assert r.cache.protected_size() == 3
+        assert r.cache.protected_size(tier=Tier.HOST) == 0
+        r.cache.dec_lock_ref(receipt)
+        for limit, length in ((0, 0), (10**30, 32)):
+            assert await r.cache.load_back(RadixKey(A), limit) == length

@@ -73,7 +73,10 @@ class Engine:
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """See `RadixTree.match_prefix`."""
         self._controller.check()
-        return self._tree.match_prefix(_with_whole_limit(params))
+        params = _with_whole_limit(params)
+        if not self._controller.enabled:
+            params = replace(params, limit=0)
+        return self._tree.match_prefix(params)
 
     def inc_lock_ref(self, boundary: Boundary) -> Receipt:
         """See `RadixTree.inc_lock_ref`.
@@ -146,6 +149,8 @@ class Engine:
         self._check()
         lent = self._controller.lent
         lent.check(params)
+        if not self._controller.enabled:
+            params = replace(params, length=0)  # its pages stay the engine's
         result = self._tree.insert(params)
         lent.adopted(self._tree.pages(result.boundary), params)
         self._controller.used(result.boundary)

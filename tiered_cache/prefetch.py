@@ -19,7 +19,7 @@ from tiered_cache.keys import HASH_PAGES
 from tiered_cache.storage.backend import ReadResult
 from tiered_cache.tree.components.base import NO_PAGES
 from tiered_cache.tree.node import BASE
-from tiered_cache.types import Boundary, Holding, MatchPrefixParams
+from tiered_cache.types import Boundary, Holding, MatchPrefixParams, seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -41,6 +41,8 @@ READ_BYTES: Final = 32 << 20
 """What one call reads at most: enough for several threads, few enough to stop soon."""
 
 KI: Final = 1024
+
+POLICIES: Final = ("best_effort", "wait_complete", "timeout")
 
 NUM_QUESTIONS: Final = 2
 """To other ranks: how much storage has, how much has come."""
@@ -148,7 +150,7 @@ class PrefetchHandle(Holding):
 
     __slots__ = ("__weakref__", "_owner", "_prefetch")
 
-    def __init__(self, owner: Prefetches, prefetch: Prefetch | None) -> None:
+    def __init__(self, owner: Prefetches | NoPrefetches, prefetch: Prefetch | None) -> None:
         self._owner = owner
         self._prefetch = prefetch
 
@@ -160,10 +162,12 @@ class PrefetchHandle(Holding):
         configured time, from the first wait on. With several ranks it ends when rank 0 says so.
 
         Raises:
-            ValueError: no such policy. ClosedError: the handle is closed.
+            ValueError, TypeError: no such policy, no such limit. ClosedError: the handle is closed.
         """
         prefetch = self._open()
-        await self._owner.wait(prefetch, policy, timeout)
+        if policy is not None and policy not in POLICIES:
+            raise ValueError(f"policy is best_effort, wait_complete or timeout, not {policy!r}")
+        await self._owner.wait(prefetch, policy, seconds("timeout", timeout))
         return prefetch.reached
 
     def done_now(self) -> int:
@@ -208,6 +212,21 @@ class PrefetchHandle(Holding):
             warnings.warn(
                 f"{self!r} was dropped without being closed", ResourceWarning, stacklevel=2
             )
+
+
+class NoPrefetches:
+    """In place of `Prefetches` where the cache is off, for comparing: whatever is asked for has
+    ended, with nothing."""
+
+    def start(self, key: RadixKey, *, detach: bool = False) -> PrefetchHandle:
+        prefetch = Prefetch(key, 0, 0.0, 0, detached=detach)
+        prefetch.end("the cache is off (mode: off)")
+        return PrefetchHandle(self, None if detach else prefetch)
+
+    async def wait(self, prefetch: Prefetch, policy: str | None, timeout: float | None) -> None: ...
+    def stop(self, prefetch: Prefetch, why: str) -> None: ...
+    def close(self, prefetch: Prefetch) -> None: ...
+    def dropped(self, prefetch: Prefetch) -> None: ...
 
 
 class Prefetches:
@@ -280,8 +299,6 @@ class Prefetches:
     async def wait(self, prefetch: Prefetch, policy: str | None, timeout: float | None) -> None:
         """See `PrefetchHandle.wait`."""
         policy = policy or self._settings.policy
-        if policy not in ("best_effort", "wait_complete", "timeout"):
-            raise ValueError(f"policy is best_effort, wait_complete or timeout, not {policy!r}")
         judges_time = prefetch.judges_time  # else rank 0 says when it is over
         if policy == "best_effort" and judges_time:
             self.stop(prefetch, "best effort: nobody waits")

@@ -457,3 +457,50 @@ async def test_a_limit_is_a_whole_number_and_stays_a_plain_one() -> None:
         r.cache.dec_lock_ref(receipt)
         for limit, length in ((0, 0), (10**30, 32)):
             assert await r.cache.load_back(RadixKey(A), limit) == length
+
+
+@pytest.mark.parametrize("bad", [-1, float("nan"), "3", True])
+@on_virtual_clock
+async def test_a_wait_is_as_long_as_some_seconds(bad: Any) -> None:
+    """B55, B101: what is no time limit is refused, and ends nothing; without end is one."""
+    async with three_tiers(storage=WAITS) as (r, store):
+        await keep(r, A)
+        store.fault("read", delay=2.0)
+        with r.cache.prefetch(A) as handle:
+            with pytest.raises((TypeError, ValueError), match="timeout"):
+                await handle.wait(timeout=bad)
+            with pytest.raises(ValueError, match="policy"):
+                await handle.wait("")
+            assert not handle.is_done
+            assert await handle.wait(timeout=10**400) == 32
+
+
+@on_virtual_clock
+async def test_a_cache_that_is_off_is_used_like_any_other() -> None:
+    """B101: `mode: off` is for comparing: all that a program does with its cache works, nothing
+    matches, and nothing is kept, by whichever way it comes."""
+    async with three_tiers(mode="off") as (r, store):
+        for detach in (False, True):
+            with r.cache.prefetch(A, detach=detach) as handle:
+                if not detach:
+                    assert await handle.wait("wait_complete", 1.0) == handle.done_now() == 0
+                    assert handle.is_done
+                    assert "off" in handle.why
+        with pytest.raises(ClosedError):
+            await handle.wait()
+        for tier in (None, Tier.HOST, Tier.DEVICE):
+            with r.cache.pin(A, 1.0, tier=tier) as pin:
+                assert pin.tokens == 0
+        key, pages = RadixKey(A), tuple(r.cache.allocate(8))
+        for params in (InsertParams(key, pages), InsertParams(key, pages, prev_prefix_len=16)):
+            result = r.cache.insert(params)
+            assert (result.length, [len(ids) for ids in result.duplicates]) == (0, [0])
+            assert r.cache.match_prefix(MatchPrefixParams(key)).best_length == 0
+        r.cache.free(pages)
+        request = r.cache.begin_req(A)
+        assert request.computed == 0
+        r.cache.cache_finished_req(request)
+        assert await r.serve(A) == await r.serve(A) == 0
+        assert r.stats.num_nodes == 0
+        assert r.pool.free == r.pool.capacity
+        assert store.num_calls.total() == 0

@@ -182,7 +182,7 @@ class HybridCacheController:
         shares = {Tier.DEVICE: max_pinned}
         if host is not None and self.host_pages is not None:
             tiers[Tier.HOST], shares[Tier.HOST] = self.host_pages, host.max_pinned
-        self.pins = Pins(tree, self.accounts, tiers, shares, self.calmed)
+        self.pins = Pins(tree, self.accounts, tiers, shares, self.calmed, self.may_clean_up)
         self.ranks = ranks
         self.stream = stream
         self.observers = observers

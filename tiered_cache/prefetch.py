@@ -9,12 +9,13 @@ Refuses to know: how calls end (storage_io), and who wants a prefix.
 from __future__ import annotations
 
 import asyncio
+import threading
 import warnings
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from tiered_cache.errors import BackendError, ClosedError, RanksError, StaleError
+from tiered_cache.errors import BackendError, ClosedError, RanksError, StaleError, WrongThreadError
 from tiered_cache.keys import HASH_PAGES
 from tiered_cache.storage.backend import ReadResult
 from tiered_cache.tree.components.base import NO_PAGES
@@ -194,11 +195,13 @@ class PrefetchHandle(Holding):
     def close(self) -> None:
         """Drop the interest: what is on the host stays cached, and is not held any more. Any number
         of times."""
+        self._owner.check_thread()
         prefetch, self._prefetch = self._prefetch, None
         if prefetch is not None:
             self._owner.close(prefetch)
 
     def _open(self) -> Prefetch:
+        self._owner.check_thread()
         if self._prefetch is None:
             raise ClosedError("this prefetch handle is closed: ask the cache for another")
         return self._prefetch
@@ -223,6 +226,7 @@ class NoPrefetches:
         prefetch.end("the cache is off (mode: off)")
         return PrefetchHandle(self, None if detach else prefetch)
 
+    def check_thread(self) -> None: ...
     async def wait(self, prefetch: Prefetch, policy: str | None, timeout: float | None) -> None: ...
     def stop(self, prefetch: Prefetch, why: str) -> None: ...
     def close(self, prefetch: Prefetch) -> None: ...
@@ -249,12 +253,21 @@ class Prefetches:
         self._counters = counters
         self._hooks = hooks
         self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
         self._quotas = [max(1, allocator.capacity // 2) for allocator in host.allocators]
         self._read_pages = [max(1, READ_BYTES // record.row_bytes) for record in io.formats]
         self._active: dict[Prefetch, None] = {}  # oldest first
         self._reading: dict[tuple[int, bytes], Prefetch] = {}  # component, page key: who reads it
 
     # --- what a handle does -----------------------------------------------------------------------
+
+    def check_thread(self) -> None:
+        """Raise `WrongThreadError` from another thread than the cache's."""
+        if threading.get_ident() != self._thread:
+            raise WrongThreadError(
+                "a prefetch handle belongs to the thread of its cache: "
+                "use loop.call_soon_threadsafe to get there"
+            )
 
     def is_worth(self, num_tokens: int) -> bool:
         """Whether it is worth asking storage for so many tokens."""

@@ -21,6 +21,7 @@ from tiered_cache import (
     InsertParams,
     MatchPrefixParams,
     RadixKey,
+    WrongThreadError,
 )
 from tiered_cache.testing.faulty_backend import CallGate
 from tiered_cache.types import Tier
@@ -457,6 +458,27 @@ async def test_a_limit_is_a_whole_number_and_stays_a_plain_one() -> None:
         r.cache.dec_lock_ref(receipt)
         for limit, length in ((0, 0), (10**30, 32)):
             assert await r.cache.load_back(RadixKey(A), limit) == length
+
+
+async def test_a_handle_and_a_pin_answer_in_the_cache_s_thread_alone() -> None:
+    """B94: what holds something is closed where the tree is, and not in the middle of a change."""
+    async with three_tiers() as (r, _):
+        await keep(r, A)
+        with r.cache.prefetch(A) as handle:
+            assert await handle.wait("wait_complete") == 32
+            with r.cache.pin(A, None) as pin:
+
+                def elsewhere() -> None:
+                    for use in (handle.close, handle.done_now, pin.close):
+                        with pytest.raises(WrongThreadError):
+                            use()
+                    with pytest.raises(WrongThreadError):
+                        _ = handle.tokens
+
+                await asyncio.to_thread(elsewhere)
+                assert handle.tokens == pin.tokens == 32
+                assert not pin.closed
+        at_rest(r)
 
 
 @pytest.mark.parametrize("bad", [-1, float("nan"), "3", True])

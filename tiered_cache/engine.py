@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from tiered_cache.errors import StaleError
 from tiered_cache.page_table import PageTable
 from tiered_cache.publish import publish
 from tiered_cache.tree.components.base import NO_PAGES, join_each
@@ -189,8 +190,14 @@ class Engine:
     def cache_unfinished_req(self, request: CacheRequest) -> None:
         """Publish the whole pages of what is computed and hold them: the next chunk, and other
         requests, go on from there. Pages that others had published first are freed, and the
-        request's table names theirs."""
+        request's table names theirs.
+
+        Raises:
+            StaleError: a `reset()` came since it was begun.
+        """
         self._controller.check()
+        if request.receipt is not None and request.receipt.epoch != self._tree.epoch:
+            raise StaleError(f"{request!r} is from before a reset(): finish it, and begin another")
         self._publish(request)
 
     def cache_finished_req(self, request: CacheRequest, is_insert: bool = True) -> None:

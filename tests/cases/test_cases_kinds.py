@@ -21,6 +21,7 @@ from tiered_cache import (
     InsertParams,
     MatchPrefixParams,
     RadixKey,
+    StaleError,
     WrongThreadError,
 )
 from tiered_cache.testing.faulty_backend import CallGate
@@ -416,6 +417,23 @@ async def test_whatever_ends_while_three_leases_wait(at: Any, how: str) -> None:
         await r.cache.drain()
         if how != "reset":
             wipe(r)
+        at_rest(r)
+
+
+@on_virtual_clock
+async def test_an_engines_request_from_before_a_reset_is_stale() -> None:
+    """B93: it is told so when it would go on, and not that its pages are somebody else's; it ends
+    without a word, and its pages go home."""
+    async with three_tiers() as (r, _):
+        request = r.cache.begin_req(A)
+        request.table.write(0, r.cache.allocate(8))
+        request.computed = 32
+        r.cache.reset()
+        with pytest.raises(StaleError, match="reset"):
+            r.cache.cache_unfinished_req(request)
+        r.cache.cache_finished_req(request)
+        assert r.pool.free == r.pool.capacity
+        assert r.stats.num_nodes == 0
         at_rest(r)
 
 

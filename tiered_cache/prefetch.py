@@ -451,7 +451,7 @@ class Prefetches:
             asked = keys[first : first + PROBE_PAGES]
             there = await self._io.contains(BASE, asked)
             for key, is_there in zip(asked, there, strict=True):
-                if not is_there or self._io.is_suspect(BASE, key):
+                if not is_there or self._io.is_wrong(BASE, key):
                     return first * self._page_size
                 first += 1
         return first * self._page_size
@@ -576,18 +576,20 @@ class Prefetches:
     def _note_wrong(
         self, prefetch: Prefetch, start: int, page_keys: Sequence[bytes], call: StorageCall
     ) -> None:
-        """What storage said to have, and has not, or has wrong."""
-        corrupt = [
-            key
-            for key, result in zip(page_keys, call.results, strict=True)
-            if result is ReadResult.CORRUPT
-        ]
-        num_wrong = len(corrupt) + call.results.count(ReadResult.MISSING)
+        """What storage said to have, and has not, or has wrong, or cannot read."""
+        by_result: dict[ReadResult, list[bytes]] = {result: [] for result in ReadResult}
+        for key, result in zip(page_keys, call.results, strict=True):
+            by_result[result].append(key)
+        for key in by_result[ReadResult.READ]:
+            self._io.clear_suspect(call.component, key)
+        num_wrong = len(page_keys) - len(by_result[ReadResult.READ])
         if not num_wrong:
             return
+        corrupt, unread = by_result[ReadResult.CORRUPT], by_result[ReadResult.FAILED]
         self._io.suspect(call.component, corrupt)
+        self._io.suspect(call.component, unread, is_read=False)
         prefetch.why = prefetch.why or (
-            f"storage has {num_wrong} pages missing or wrong that it said to have"
+            f"storage has {num_wrong} pages missing, wrong or unreadable that it said to have"
         )
         if call.component != BASE:
             return  # see `PrefetchesOfParts`

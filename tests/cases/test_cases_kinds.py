@@ -4,6 +4,7 @@ whose kind it is."""
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -24,6 +25,7 @@ from tiered_cache import (
     StaleError,
     WrongThreadError,
 )
+from tiered_cache.storage.backend import ReadResult
 from tiered_cache.testing.faulty_backend import CallGate
 from tiered_cache.types import Tier
 
@@ -544,3 +546,59 @@ async def test_a_cache_that_is_off_is_used_like_any_other() -> None:
         assert r.stats.num_nodes == 0
         assert r.pool.free == r.pool.capacity
         assert store.num_calls.total() == 0
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+OF_A_FILE: Final[dict[str, Any]] = {
+    "another page's": lambda path, other: path.write_bytes(other.read_bytes()),
+    "a link to another page's": lambda path, other: (path.unlink(), path.symlink_to(other)),
+    "one file with another page's": lambda path, other: (path.unlink(), path.hardlink_to(other)),
+    "empty": lambda path, other: path.write_bytes(b""),
+    "cut": lambda path, other: path.write_bytes(path.read_bytes()[:1000]),
+    "longer": lambda path, other: path.write_bytes(path.read_bytes() + bytes(4096)),
+}
+
+
+def spoil_third_page(root: Path, how: str) -> None:
+    """Of A; with the sixth, where another one is needed."""
+    keys = [key.hex() for key in RadixKey(A).page_keys(P)]
+    paths = [path for path in root.rglob("*") if path.is_file()]
+    OF_A_FILE[how](*(next(path for path in paths if keys[page] in path.name) for page in (2, 5)))
+
+
+@pytest.mark.parametrize("how", OF_A_FILE)
+async def test_a_file_that_is_not_the_page_s_is_written_again(how: str, tmp_path: Path) -> None:
+    """B64: also one that cannot be read at all: two pages are a hit, the next request is computed,
+    and after that all of it is there again."""
+    options = {"path": str(tmp_path), "reserve": 0, "max_size": "64MiB"}
+    storage = {"backend": "file", "options": options, **WAITS}
+    async with rig(64, model=MODEL, host={"tokens": 256}, storage=storage) as r:
+        await r.serve(A)
+        await r.cache.drain()
+        wipe(r)
+        spoil_third_page(tmp_path, how)
+        r.spoil_free_pages()
+        assert await r.serve([*A, 1]) == 8
+        await r.cache.drain()
+        wipe(r)
+        r.spoil_free_pages()
+        assert await r.serve([*A, 1]) == 32
+        await r.cache.drain()
+        at_rest(r)
+
+
+@on_virtual_clock
+async def test_what_cannot_be_read_once_is_asked_for_again() -> None:
+    """B64, §10.7: it may have been the disk's bad moment; nothing is written again for it, if
+    nobody had to compute it."""
+    async with three_tiers() as (r, store):
+        await keep(r, A)
+        written = store.num_calls["write"]
+        store.fault("read", keys=[store.pages_of(A)[2]], result=ReadResult.FAILED, times=1)
+        assert await prefetched(r, A) == 8
+        assert await prefetched(r, A) == 32
+        await r.serve([*A, 1])
+        await r.cache.drain()
+        assert store.num_calls["write"] == written
+        at_rest(r)

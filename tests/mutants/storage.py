@@ -521,4 +521,22 @@ MUTANTS: Final = [
         new="        # when it was granted",
         test=KINDS + "test_a_prefix_that_comes_from_the_host_is_used",
     ),
+    Mutant(
+        id="what-cannot-be-read-is-never-written-again",
+        rule="§10.3",
+        harm="a prefix ends there for ever: storage says to have it, so no backup replaces it",
+        file=PREFETCH,
+        old="        self._io.suspect(call.component, unread, is_read=False)\n",
+        new="",
+        test=KINDS + "test_a_file_that_is_not_the_page_s_is_written_again",
+    ),
+    Mutant(
+        id="what-cannot-be-read-once-is-missing",
+        rule="§10.7",
+        harm="one bad moment of a disk costs a computation, though the page is as good as ever",
+        file=IO,
+        old="            is_wrong = is_read or self.is_wrong(component, key)\n",
+        new="            is_wrong = True\n",
+        test=KINDS + "test_what_cannot_be_read_once_is_asked_for_again",
+    ),
 ]

@@ -306,6 +306,23 @@ def test_truncate_of_a_bigram_key_drops_the_page_whose_last_pair_is_gone() -> No
     assert page_keys(key, 4) == chain(tokens, 4, is_bigram=True)
 
 
+def test_a_snapshot_is_its_own() -> None:
+    """Neither the key's changes nor its own reach the other; what was appended or hashed is in
+    it."""
+    key = RadixKey(range(8), "adapter")
+    key.append(8)
+    keys = key.page_keys(4)
+    made = key.snapshot()
+    key.truncate(4)
+    key.extend([70, 71, 72, 73])
+    assert made.tokens.tolist() == [*range(9)]
+    assert (made.namespace, made.page_keys(4)) == (key.namespace, keys)
+    made.append(9)
+    assert key.tokens.tolist() == [0, 1, 2, 3, 70, 71, 72, 73]
+    assert key.page_keys(4)[0] == keys[0]
+    assert key.page_keys(4)[1] != keys[1]
+
+
 def test_appended_tokens_are_seen_everywhere() -> None:
     """`append` is cheap because it waits with the copy; nobody can tell."""
     key = RadixKey([1, 2])

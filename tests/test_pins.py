@@ -81,8 +81,24 @@ async def test_reset_and_close_end_pins() -> None:
         r.cache.reset()
         assert first.closed
         await r.serve(A)
-        r.cache.pin(A, None)  # the cache's end closes it
-    first.close()
+        second = r.cache.pin(A, None)
+    assert second.closed
+    for pin in (first, second):
+        pin.close()
+
+
+async def test_a_pin_that_is_dropped() -> None:
+    """It lasts for its time; one without would last for ever, and warns instead."""
+    async with rig(16, device={"tokens": 64, "max_pinned": 1.0}) as r:
+        await r.serve(A)
+        r.cache.pin(A, 0.02)
+        assert r.pool.protected == 8
+        await until(lambda: not r.pool.protected)
+        with pytest.warns(ResourceWarning, match="Pin of 32 tokens on the device"):
+            r.cache.pin(A, None)
+        assert [item.kind for item in r.cache.outstanding()] == ["pin"]
+        await until(lambda: not r.pool.protected)
+        assert r.cache.outstanding() == []
 
 
 async def test_a_pin_holds_what_a_prefetch_has_brought() -> None:

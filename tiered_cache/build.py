@@ -18,7 +18,7 @@ import torch
 from pydantic import ValidationError
 
 from tiered_cache.config.problems import option_problems
-from tiered_cache.config.schema import MAX_BYTES, MAX_BYTES_TEXT, one_of
+from tiered_cache.config.schema import MAX_BYTES, MAX_BYTES_TEXT, NEEDED_BY_STORAGE, one_of
 from tiered_cache.controller import HostTier
 from tiered_cache.errors import BackendError, ConfigError, ConfigProblem
 from tiered_cache.pools.allocator import PageAllocator, RunAllocator
@@ -121,8 +121,11 @@ class Sizing:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What `UnifiedRadixCache.open` puts together. Tuples are in dense component order."""
+    """What `UnifiedRadixCache.open` puts together, and from what. Tuples are in dense component
+    order."""
 
+    config: Config
+    stack: StackPlan
     tree: RadixTree
     components: tuple[TreeComponent, ...]
     allocators: tuple[PageAllocator, ...]
@@ -178,6 +181,8 @@ def build(
     if config.host is not None and config.mode == "on":
         host, arenas = _make_host_tier(config, sizing, pools)
     return Parts(
+        config=config,
+        stack=sizing.stack,
         tree=RadixTree(
             components,
             config.page_size,
@@ -263,6 +268,23 @@ def storage_parts(
         tuple(rank == 0 or _differs_by_rank(sizing, part.id, world_size) for part in parts),
         settings,
     )
+
+
+def foreign_state(config: Config, parts: Parts) -> list[ConfigProblem]:
+    """Why `config` does not describe the state of the cache that `parts` are of: its rows would be
+    kept, and read, under the name of another model or layout."""
+    problems = []
+    if config.page_size != parts.page_size:
+        message = f"is {config.page_size:,}, but the cache has pages of {parts.page_size:,} tokens"
+        problems.append(config.problem("page_size", message))
+    for key in NEEDED_BY_STORAGE:  # a cache that was opened without storage may lack them
+        named = getattr(parts.config.model, key)
+        if named is not None and named != getattr(config.model, key):
+            problems.append(config.problem(f"model.{key}", "is not what the cache was opened with"))
+    if not problems and size_stack(config).stack != parts.stack:
+        message = "describes other state than the cache was opened for"
+        problems.append(config.problem("model", message, "write the model's keys as they were"))
+    return problems
 
 
 def _differs_by_rank(sizing: Sizing, component: ComponentId, world_size: int) -> bool:

@@ -19,6 +19,7 @@ from tiered_cache.errors import ClosedError
 from tiered_cache.jobs import DaemonExecutor, run_to_end, submit, threads_ended
 from tiered_cache.keys import RadixKey, check_token
 from tiered_cache.lease import Lease
+from tiered_cache.prefetch import NoPrefetches
 from tiered_cache.ranks import SingleRank
 from tiered_cache.storage_control import StorageControl
 from tiered_cache.types import MatchPrefixParams, Tier, seconds, whole_number
@@ -257,10 +258,12 @@ class UnifiedRadixCache:
             ValueError: there is no storage tier. Tokens: as `lease`.
         """
         self._controller.check()
-        if self._controller.storage is None:
-            raise ValueError("there is no storage tier: write a `storage:` section")
         key = self._key(tokens, extra_key, cache_salt)
-        return self._controller.storage.prefetches.start(key, detach=detach)
+        if self._controller.storage is not None:
+            return self._controller.storage.prefetches.start(key, detach=detach)
+        if not self._controller.enabled and self._parts.config.storage is not None:
+            return NoPrefetches().start(key, detach=detach)
+        raise ValueError("there is no storage tier: write a `storage:` section")
 
     def pin(
         self,
@@ -282,26 +285,27 @@ class UnifiedRadixCache:
                 neither held nor promised. ValueError, TypeError: arguments that make no sense.
         """
         self._controller.check()
-        if tier is None:
-            tier = Tier.HOST if self._controller.host_pages is not None else Tier.DEVICE
-        elif not isinstance(tier, Tier):
+        if tier is not None and not isinstance(tier, Tier):
             raise TypeError(f"tier is Tier.HOST or Tier.DEVICE, not {type(tier).__name__}")
+        if tier is None or not self._controller.enabled:  # with `mode: off` there is one tier
+            tier = Tier.HOST if self._controller.host_pages is not None else Tier.DEVICE
         key = self._key(tokens, extra_key, cache_salt)
         return self._controller.pins.make(key, tier, seconds("ttl", ttl))
 
     @staticmethod
     def _key(tokens: Any, extra_key: str | None, cache_salt: str | None) -> RadixKey:
-        """Tokens, or a key that somebody has made of them."""
+        """Tokens, or a key that somebody has made of them, who may change it while this goes on:
+        what storage has of it would be published under what it has become."""
         if not isinstance(tokens, RadixKey):
             return RadixKey(tokens, extra_key, cache_salt)
         if extra_key is not None or cache_salt is not None:
             raise ValueError("a RadixKey has its namespace already: take extra_key, cache_salt out")
-        return tokens
+        return tokens.snapshot()
 
     @property
     def storage(self) -> StorageControl:
         """The storage tier, for an operator: attach, detach, clear, health."""
-        return StorageControl(self._controller)
+        return StorageControl(self._controller, self._parts)
 
     async def run(self, leases: Sequence[Lease], fn: Callable[..., T], *args: Any) -> T:
         """One scheduler step of a batch: as `Lease.run`, over chunks of several leases among

@@ -184,7 +184,7 @@ class HybridCacheController:
         shares = {Tier.DEVICE: max_pinned}
         if host is not None and self.host_pages is not None:
             tiers[Tier.HOST], shares[Tier.HOST] = self.host_pages, host.max_pinned
-        self.pins = Pins(tree, self.accounts, tiers, shares, self.calmed)
+        self.pins = Pins(tree, self.accounts, tiers, shares, self.calmed, self.may_clean_up)
         self.ranks = ranks
         self.stream = stream
         self.observers = observers
@@ -518,6 +518,7 @@ class HybridCacheController:
         self.counters.tokens_hit_device += num_tokens - from_host
         self.counters.tokens_hit_host += from_host - from_storage
         self.counters.tokens_hit_storage += from_storage
+        self.used(lease.published)  # when it was granted, it was no longer than what was here
         if self.observers.listening:
             self._tell(EventKind.LOADED, lease, num_tokens)
 

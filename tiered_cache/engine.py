@@ -7,8 +7,10 @@ are lent to the engine. Refuses to know: how the engine schedules.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from tiered_cache.errors import StaleError
 from tiered_cache.page_table import PageTable
 from tiered_cache.publish import publish
 from tiered_cache.tree.components.base import NO_PAGES, join_each
@@ -72,6 +74,9 @@ class Engine:
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """See `RadixTree.match_prefix`."""
         self._controller.check()
+        params = _with_whole_limit(params)
+        if not self._controller.enabled:
+            params = replace(params, limit=0)
         return self._tree.match_prefix(params)
 
     def inc_lock_ref(self, boundary: Boundary) -> Receipt:
@@ -145,6 +150,8 @@ class Engine:
         self._check()
         lent = self._controller.lent
         lent.check(params)
+        if not self._controller.enabled:
+            params = replace(params, length=0)  # its pages stay the engine's
         result = self._tree.insert(params)
         lent.adopted(self._tree.pages(result.boundary), params)
         self._controller.used(result.boundary)
@@ -183,8 +190,14 @@ class Engine:
     def cache_unfinished_req(self, request: CacheRequest) -> None:
         """Publish the whole pages of what is computed and hold them: the next chunk, and other
         requests, go on from there. Pages that others had published first are freed, and the
-        request's table names theirs."""
+        request's table names theirs.
+
+        Raises:
+            StaleError: a `reset()` came since it was begun.
+        """
         self._controller.check()
+        if request.receipt is not None and request.receipt.epoch != self._tree.epoch:
+            raise StaleError(f"{request!r} is from before a reset(): finish it, and begin another")
         self._publish(request)
 
     def cache_finished_req(self, request: CacheRequest, is_insert: bool = True) -> None:
@@ -255,12 +268,18 @@ class Engine:
 
     def _targets(self, params: EvictParams) -> list[int]:
         """Pages per component."""
-        pages = -(-params.num_tokens // self._page_size)
-        named = params.num_pages
         known = [str(component.id) for component in self._tree.components]
-        for name in named:
+        for name in params.num_pages:
             if name not in known:
                 raise KeyError(f"no component {name!r}; there is {', '.join(known)}")
+        num_tokens = whole_number("num_tokens", params.num_tokens)
+        pages = -(-num_tokens // self._page_size)
+        named = {
+            name: whole_number(f"num_pages of {name}", count)
+            for name, count in params.num_pages.items()
+        }
+        if num_tokens < 0 or min(named.values(), default=0) < 0:
+            raise ValueError(f"cannot give up less than nothing: {params}")
         return [named.get(name, pages if index == BASE else 0) for index, name in enumerate(known)]
 
     async def load_back(self, key: RadixKey, limit: int | None = None) -> int:
@@ -271,11 +290,19 @@ class Engine:
             ValueError: a model with windows or states.
         """
         self._check()
-        params = MatchPrefixParams(key, limit)
+        params = _with_whole_limit(MatchPrefixParams(key, limit))
         if self._controller.transfers is not None:
             await _Loader(self._controller).load(params)
         self._controller.check()
         return self._tree.match_prefix(params).device_length
+
+
+def _with_whole_limit(params: MatchPrefixParams) -> MatchPrefixParams:
+    """Boundaries are made of it: one caller's fraction, or numpy's integers, would spread."""
+    limit = params.limit
+    if limit is None or type(limit) is int:
+        return params
+    return replace(params, limit=whole_number("limit", limit))
 
 
 def _sum(results: Sequence[EvictResult]) -> EvictResult:

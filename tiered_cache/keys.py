@@ -18,6 +18,7 @@ import hashlib
 import sys
 from array import array
 from collections.abc import Iterable, Mapping, Set
+from copy import copy
 from operator import index
 from typing import Any, Final
 
@@ -137,6 +138,13 @@ class RadixKey:
     def extend(self, tokens: Any) -> None:
         """Add tokens at the end. Page keys already computed stay valid."""
         self._data = self.data + tokens_to_bytes(tokens, position=self.num_tokens)
+
+    def snapshot(self) -> RadixKey:
+        """The key as it is now, for who goes on with it while its owner changes it. O(1): tokens
+        and page keys are shared."""
+        made = copy(self)
+        made._data, made._appended = self.data, None
+        return made
 
     def truncate(self, num_tokens: int) -> None:
         """Drop all tokens from `num_tokens` on."""

@@ -7,6 +7,7 @@ Refuses to know: what is worth pinning.
 from __future__ import annotations
 
 import asyncio
+import warnings
 from typing import TYPE_CHECKING
 
 from tiered_cache.errors import CapacityError
@@ -24,27 +25,61 @@ if TYPE_CHECKING:
 
 class Pin(Holding):
     """Keeps a prefix where it is until it is closed, its time is over, the cache is reset or
-    closed: `with cache.pin(tokens, ttl=60) as pin`.
+    closed: `with cache.pin(tokens, ttl=60) as pin`. One that is dropped lasts for its time; without
+    one it is closed then, for nobody else could."""
 
-    Attributes:
-        tier: what it keeps the prefix on.
-        tokens: how much of the prefix was cached when it was made; that much it holds.
-        since: on the loop's clock.
-    """
+    __slots__ = ("__weakref__", "_held", "_owner")
 
-    __slots__ = (
-        "__weakref__",
-        "_owner",
-        "num_pages",
-        "receipt",
-        "since",
-        "tier",
-        "timer",
-        "tokens",
-    )
-
-    def __init__(self, owner: Pins, tier: Tier, receipt: Receipt, num_pages: int) -> None:
+    def __init__(self, owner: Pins, held: Held) -> None:
         self._owner = owner
+        self._held = held
+
+    @property
+    def tier(self) -> Tier:
+        """What it keeps the prefix on."""
+        return self._held.tier
+
+    @property
+    def tokens(self) -> int:
+        """How much of the prefix was cached when it was made; that much it holds."""
+        return self._held.tokens
+
+    @property
+    def num_pages(self) -> int:
+        """The same in pages."""
+        return self._held.num_pages
+
+    @property
+    def since(self) -> float:
+        """On the loop's clock."""
+        return self._held.since
+
+    @property
+    def closed(self) -> bool:
+        """Whether it holds nothing any more."""
+        return self._held.receipt is None
+
+    def close(self) -> None:
+        """Let go. Any number of times."""
+        self._owner.close(self._held)
+
+    def __repr__(self) -> str:
+        return repr(self._held)
+
+    def __del__(self) -> None:
+        if self._held.receipt is not None and self._held.timer is None:
+            self._owner.dropped(self._held)
+            warnings.warn(
+                f"{self!r} was dropped without being closed", ResourceWarning, stacklevel=2
+            )
+
+
+class Held:
+    """What a pin holds; the owner's, so that a pin can be dropped."""
+
+    __slots__ = ("num_pages", "receipt", "since", "tier", "timer", "tokens")
+
+    def __init__(self, tier: Tier, receipt: Receipt, num_pages: int) -> None:
         self.tier = tier
         self.receipt: Receipt | None = receipt
         self.tokens = receipt.depth
@@ -52,17 +87,8 @@ class Pin(Holding):
         self.since = asyncio.get_running_loop().time()
         self.timer: asyncio.TimerHandle | None = None
 
-    @property
-    def closed(self) -> bool:
-        """Whether it holds nothing any more."""
-        return self.receipt is None
-
-    def close(self) -> None:
-        """Let go. Any number of times."""
-        self._owner.close(self)
-
     def __repr__(self) -> str:
-        state = ", closed" if self.closed else ""
+        state = ", closed" if self.receipt is None else ""
         return f"<Pin of {self.tokens} tokens on the {self.tier.value}{state}>"
 
 
@@ -72,6 +98,7 @@ class Pins:
     Args:
         tiers: the pages of each tier that there is.
         shares: of each, how much pins may hold, from 0 to 1.
+        may_clean_up: whether there is something to let go of here; raises in another thread.
     """
 
     def __init__(
@@ -81,14 +108,16 @@ class Pins:
         tiers: dict[Tier, TierPages],
         shares: dict[Tier, float],
         changed: Callable[[], None],
+        may_clean_up: Callable[[], bool],
     ) -> None:
         self._tree = tree
         self._device = device
         self._tiers = tiers
         self._shares = shares
         self._changed = changed
+        self._may_clean_up = may_clean_up
         self._loop = asyncio.get_running_loop()
-        self._open: dict[Pin, None] = {}
+        self._open: dict[Held, None] = {}
 
     def make(self, key: RadixKey, tier: Tier, ttl: float | None) -> Pin:
         """Hold the longest prefix of `key` that is cached now, for `ttl` seconds (None: until it is
@@ -114,18 +143,18 @@ class Pins:
             receipt = self._tree.inc_lock_ref(boundary)
         else:
             receipt = self._tree.inc_host_lock_ref(boundary)
-        pin = Pin(self, tier, receipt, num_pages)
-        self._open[pin] = None
+        held = Held(tier, receipt, num_pages)
+        self._open[held] = None
         if ttl is not None:
-            pin.timer = self._loop.call_later(ttl, self.close, pin)
-        return pin
+            held.timer = self._loop.call_later(ttl, self._end, held)
+        return Pin(self, held)
 
     def _check_share(self, tier: Tier, num_pages: int) -> None:
         capacity = self._tiers[tier].allocators[BASE].capacity
         most = int(capacity * self._shares[tier])
-        held = sum(pin.num_pages for pin in self._open if pin.tier is tier)
-        if held + num_pages > most:
-            raise self._no_room(tier, num_pages, most - held, f"pins may hold ({most} in all)")
+        taken = sum(held.num_pages for held in self._open if held.tier is tier)
+        if taken + num_pages > most:
+            raise self._no_room(tier, num_pages, most - taken, f"pins may hold ({most} in all)")
 
     def _no_room(self, tier: Tier, needed: int, there: int, what: str) -> CapacityError:
         return CapacityError(
@@ -134,26 +163,35 @@ class Pins:
             needed=needed,
             free=there,
             evictable=0,
-            held_by=tuple(repr(pin) for pin in self._open if pin.tier is tier),
+            held_by=tuple(repr(held) for held in self._open if held.tier is tier),
         )
 
-    def close(self, pin: Pin) -> None:
+    def close(self, held: Held) -> None:
         """See `Pin.close`."""
-        receipt, pin.receipt = pin.receipt, None
-        self._open.pop(pin, None)
-        if pin.timer is not None:
-            pin.timer.cancel()
-            pin.timer = None
+        if self._may_clean_up():
+            self._end(held)
+
+    def dropped(self, held: Held) -> None:
+        """A pin went without being closed (called from its finaliser, in any thread)."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._end, held)
+
+    def _end(self, held: Held) -> None:
+        receipt, held.receipt = held.receipt, None
+        self._open.pop(held, None)
+        if held.timer is not None:
+            held.timer.cancel()
+            held.timer = None
         if receipt is not None:
             self._tree.let_go(receipt)
             self._changed()
 
     def close_all(self) -> None:
         """The cache ends, or was reset."""
-        for pin in self:
-            self.close(pin)
+        for held in self:
+            self._end(held)
 
-    def __iter__(self) -> Iterator[Pin]:
+    def __iter__(self) -> Iterator[Held]:
         return iter(tuple(self._open))
 
     def __len__(self) -> int:

@@ -9,17 +9,18 @@ Refuses to know: how calls end (storage_io), and who wants a prefix.
 from __future__ import annotations
 
 import asyncio
+import threading
 import warnings
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from tiered_cache.errors import BackendError, ClosedError, RanksError, StaleError
+from tiered_cache.errors import BackendError, ClosedError, RanksError, StaleError, WrongThreadError
 from tiered_cache.keys import HASH_PAGES
 from tiered_cache.storage.backend import ReadResult
 from tiered_cache.tree.components.base import NO_PAGES
 from tiered_cache.tree.node import BASE
-from tiered_cache.types import Boundary, Holding, MatchPrefixParams
+from tiered_cache.types import Boundary, Holding, MatchPrefixParams, seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -41,6 +42,8 @@ READ_BYTES: Final = 32 << 20
 """What one call reads at most: enough for several threads, few enough to stop soon."""
 
 KI: Final = 1024
+
+POLICIES: Final = ("best_effort", "wait_complete", "timeout")
 
 NUM_QUESTIONS: Final = 2
 """To other ranks: how much storage has, how much has come."""
@@ -148,7 +151,7 @@ class PrefetchHandle(Holding):
 
     __slots__ = ("__weakref__", "_owner", "_prefetch")
 
-    def __init__(self, owner: Prefetches, prefetch: Prefetch | None) -> None:
+    def __init__(self, owner: Prefetches | NoPrefetches, prefetch: Prefetch | None) -> None:
         self._owner = owner
         self._prefetch = prefetch
 
@@ -160,10 +163,12 @@ class PrefetchHandle(Holding):
         configured time, from the first wait on. With several ranks it ends when rank 0 says so.
 
         Raises:
-            ValueError: no such policy. ClosedError: the handle is closed.
+            ValueError, TypeError: no such policy, no such limit. ClosedError: the handle is closed.
         """
         prefetch = self._open()
-        await self._owner.wait(prefetch, policy, timeout)
+        if policy is not None and policy not in POLICIES:
+            raise ValueError(f"policy is best_effort, wait_complete or timeout, not {policy!r}")
+        await self._owner.wait(prefetch, policy, seconds("timeout", timeout))
         return prefetch.reached
 
     def done_now(self) -> int:
@@ -190,11 +195,13 @@ class PrefetchHandle(Holding):
     def close(self) -> None:
         """Drop the interest: what is on the host stays cached, and is not held any more. Any number
         of times."""
+        self._owner.check_thread()
         prefetch, self._prefetch = self._prefetch, None
         if prefetch is not None:
             self._owner.close(prefetch)
 
     def _open(self) -> Prefetch:
+        self._owner.check_thread()
         if self._prefetch is None:
             raise ClosedError("this prefetch handle is closed: ask the cache for another")
         return self._prefetch
@@ -208,6 +215,22 @@ class PrefetchHandle(Holding):
             warnings.warn(
                 f"{self!r} was dropped without being closed", ResourceWarning, stacklevel=2
             )
+
+
+class NoPrefetches:
+    """In place of `Prefetches` where the cache is off, for comparing: whatever is asked for has
+    ended, with nothing."""
+
+    def start(self, key: RadixKey, *, detach: bool = False) -> PrefetchHandle:
+        prefetch = Prefetch(key, 0, 0.0, 0, detached=detach)
+        prefetch.end("the cache is off (mode: off)")
+        return PrefetchHandle(self, None if detach else prefetch)
+
+    def check_thread(self) -> None: ...
+    async def wait(self, prefetch: Prefetch, policy: str | None, timeout: float | None) -> None: ...
+    def stop(self, prefetch: Prefetch, why: str) -> None: ...
+    def close(self, prefetch: Prefetch) -> None: ...
+    def dropped(self, prefetch: Prefetch) -> None: ...
 
 
 class Prefetches:
@@ -230,12 +253,21 @@ class Prefetches:
         self._counters = counters
         self._hooks = hooks
         self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
         self._quotas = [max(1, allocator.capacity // 2) for allocator in host.allocators]
         self._read_pages = [max(1, READ_BYTES // record.row_bytes) for record in io.formats]
         self._active: dict[Prefetch, None] = {}  # oldest first
         self._reading: dict[tuple[int, bytes], Prefetch] = {}  # component, page key: who reads it
 
     # --- what a handle does -----------------------------------------------------------------------
+
+    def check_thread(self) -> None:
+        """Raise `WrongThreadError` from another thread than the cache's."""
+        if threading.get_ident() != self._thread:
+            raise WrongThreadError(
+                "a prefetch handle belongs to the thread of its cache: "
+                "use loop.call_soon_threadsafe to get there"
+            )
 
     def is_worth(self, num_tokens: int) -> bool:
         """Whether it is worth asking storage for so many tokens."""
@@ -280,8 +312,6 @@ class Prefetches:
     async def wait(self, prefetch: Prefetch, policy: str | None, timeout: float | None) -> None:
         """See `PrefetchHandle.wait`."""
         policy = policy or self._settings.policy
-        if policy not in ("best_effort", "wait_complete", "timeout"):
-            raise ValueError(f"policy is best_effort, wait_complete or timeout, not {policy!r}")
         judges_time = prefetch.judges_time  # else rank 0 says when it is over
         if policy == "best_effort" and judges_time:
             self.stop(prefetch, "best effort: nobody waits")
@@ -421,7 +451,7 @@ class Prefetches:
             asked = keys[first : first + PROBE_PAGES]
             there = await self._io.contains(BASE, asked)
             for key, is_there in zip(asked, there, strict=True):
-                if not is_there or self._io.is_suspect(BASE, key):
+                if not is_there or self._io.is_wrong(BASE, key):
                     return first * self._page_size
                 first += 1
         return first * self._page_size
@@ -546,18 +576,20 @@ class Prefetches:
     def _note_wrong(
         self, prefetch: Prefetch, start: int, page_keys: Sequence[bytes], call: StorageCall
     ) -> None:
-        """What storage said to have, and has not, or has wrong."""
-        corrupt = [
-            key
-            for key, result in zip(page_keys, call.results, strict=True)
-            if result is ReadResult.CORRUPT
-        ]
-        num_wrong = len(corrupt) + call.results.count(ReadResult.MISSING)
+        """What storage said to have, and has not, or has wrong, or cannot read."""
+        by_result: dict[ReadResult, list[bytes]] = {result: [] for result in ReadResult}
+        for key, result in zip(page_keys, call.results, strict=True):
+            by_result[result].append(key)
+        for key in by_result[ReadResult.READ]:
+            self._io.clear_suspect(call.component, key)
+        num_wrong = len(page_keys) - len(by_result[ReadResult.READ])
         if not num_wrong:
             return
+        corrupt, unread = by_result[ReadResult.CORRUPT], by_result[ReadResult.FAILED]
         self._io.suspect(call.component, corrupt)
+        self._io.suspect(call.component, unread, is_read=False)
         prefetch.why = prefetch.why or (
-            f"storage has {num_wrong} pages missing or wrong that it said to have"
+            f"storage has {num_wrong} pages missing, wrong or unreadable that it said to have"
         )
         if call.component != BASE:
             return  # see `PrefetchesOfParts`

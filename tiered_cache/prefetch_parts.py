@@ -10,7 +10,7 @@ of a prefix by page, and the goal. Refuses to know: how something is read (prefe
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from tiered_cache.storage_io import StorageCall
     from tiered_cache.tree.components.base import Flags, TreeComponent
     from tiered_cache.tree.locks import Receipt
-
-
-LOST: Final = (ReadResult.MISSING, ReadResult.CORRUPT)
 
 
 class Parts:
@@ -105,7 +102,7 @@ class PrefetchesOfParts(Prefetches):
             asked = wanted[at : at + PROBE_PAGES]
             answers = await self._io.contains(index, [keys[page] for page in asked])
             for page, is_there in zip(asked, answers, strict=True):
-                stored[index][page] = is_there and not self._io.is_suspect(index, keys[page])
+                stored[index][page] = is_there and not self._io.is_wrong(index, keys[page])
             lost = [page for page in asked if not stored[index][page]]
             self._tree.disbelieve(prefetch.key, index, lost)
 
@@ -258,6 +255,5 @@ class PrefetchesOfParts(Prefetches):
                 prefetch.parts.stored[call.component][page] = False
         if call.component != BASE:
             results = enumerate(call.results, start // self._page_size)
-            self._tree.disbelieve(
-                prefetch.key, call.component, [page for page, result in results if result in LOST]
-            )
+            wrong = [page for page, result in results if result is not ReadResult.READ]
+            self._tree.disbelieve(prefetch.key, call.component, wrong)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tiered_cache.build import size_stack, storage_parts
+from tiered_cache.build import foreign_state, size_stack, storage_parts
+from tiered_cache.config import Config
+from tiered_cache.errors import ConfigError
 from tiered_cache.jobs import run_to_end, submit
 from tiered_cache.types import seconds
 
 if TYPE_CHECKING:
-    from tiered_cache.config import Config
+    from tiered_cache.build import Parts
     from tiered_cache.controller import HybridCacheController
     from tiered_cache.stats import StorageStats
     from tiered_cache.storage.backend import StorageBackend
@@ -20,10 +22,11 @@ if TYPE_CHECKING:
 class StorageControl:
     """`cache.storage`. Falsy while there is no storage tier."""
 
-    __slots__ = ("_controller",)
+    __slots__ = ("_controller", "_parts")
 
-    def __init__(self, controller: HybridCacheController) -> None:
+    def __init__(self, controller: HybridCacheController, parts: Parts) -> None:
         self._controller = controller
+        self._parts = parts
 
     def __bool__(self) -> bool:
         return self._controller.storage is not None
@@ -37,15 +40,21 @@ class StorageControl:
             backend: your own, open already, instead of the one that the configuration names.
 
         Raises:
-            ConfigError: it cannot be used. ValueError: a tier of rows of another size, no host
-                tier, or there is a storage tier already. BackendError: it is required, and not
-                there.
+            ConfigError: it cannot be used, or describes another model than the cache was opened
+                for. ValueError: no host tier, or there is a storage tier already. BackendError: it
+                is required, and not there.
         """
         controller = self._controller
         controller.check()
+        if not isinstance(config, Config):
+            raise TypeError(
+                f"attach takes a Config, not {type(config).__name__}: attach(load_config(…))"
+            )
         ranks = controller.ranks
 
         def make() -> StorageParts | None:  # imports the backend
+            if problems := foreign_state(config, self._parts):
+                raise ConfigError(problems)
             sizing = size_stack(config)
             return storage_parts(config, sizing, rank=ranks.rank, world_size=ranks.world_size)
 

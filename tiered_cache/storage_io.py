@@ -253,23 +253,29 @@ class StorageIO:
         self._loop = asyncio.get_running_loop()
         self._active: dict[StorageCall, None] = {}
         self._num_hung = 0
-        self._suspects: dict[tuple[int, bytes], None] = {}  # by component; the oldest first
+        self._suspects: dict[tuple[int, bytes], bool] = {}  # by component; the oldest first
 
     # --- what is known to be wrong ----------------------------------------------------------------
 
-    def suspect(self, component: int, page_keys: Sequence[bytes]) -> None:
-        """What storage has of these pages of a component is not what it should be: it counts as
-        missing until it was written again (semantics §10.3)."""
+    def suspect(self, component: int, page_keys: Sequence[bytes], *, is_read: bool = True) -> None:
+        """What storage has of these pages of a component is not what it should be, or (not
+        `is_read`) cannot be read: it is written again by the next backup (semantics §10.3)."""
         for key in page_keys:
-            self._suspects[component, key] = None
+            is_wrong = is_read or self.is_wrong(component, key)
+            self._suspects[component, key] = is_wrong
         while len(self._suspects) > MAX_SUSPECTS:
             del self._suspects[next(iter(self._suspects))]
 
     def is_suspect(self, component: int, page_key: bytes) -> bool:
+        """Whether it is to be written again."""
         return (component, page_key) in self._suspects
 
+    def is_wrong(self, component: int, page_key: bytes) -> bool:
+        """Whether it counts as missing until then; what could not be read may be read again."""
+        return self._suspects.get((component, page_key), False)
+
     def clear_suspect(self, component: int, page_key: bytes) -> None:
-        """It was written again."""
+        """It was written again, or could be read after all."""
         self._suspects.pop((component, page_key), None)
 
     # --- questions --------------------------------------------------------------------------------

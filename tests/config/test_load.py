@@ -206,6 +206,7 @@ def test_every_mistake_is_reported_at_once_with_its_place(write: Any) -> None:
         ("device: []", "device", "must be a section of keys and values, not a list", None),
         ("device: {size: 8G}", "device.size", "is not a size", "write 8GiB or 8GB"),
         ("device: {size: 64mb}", "device.size", "is not a size", "write 64MiB or 64MB"),
+        ("device: {size: 64GIB}", "device.size", "is not a size", "write 64GiB or 64GB"),
         ("device: {size: lots}", "device.size", "is not a size", "write 8GiB, 8GB or a number"),
         ("device: {size: -8GiB}", "device.size", "is not a size", "write 8GiB, 8GB or a number"),
         ("device: {size: -8}", "device.size", "must be 1 or more", None),
@@ -709,6 +710,29 @@ def test_what_yaml_lets_pass_is_refused(write: Any) -> None:
         load(write(text))
     with pytest.raises(ConfigError, match="merge keys"):
         load(write(text))
+
+
+@pytest.mark.parametrize("number", ["010", "016", "-07", "0_10", "1:30", "1:30:00", "190:20:30.15"])
+def test_a_number_that_yaml_reads_otherwise_is_refused(write: Any, number: str) -> None:
+    """`page_size: 010` would be 8, and a time limit of `1:30` 90; also in the environment, and
+    where text was meant."""
+    text = f"page_size: {number}\ndevice: {{tokens: {number}, max_pinned: {number}}}\n"
+    found = problems(write(MODEL_YAML + text))
+    assert {problem.line for problem in found.values()} == {2, 3}
+    for key in ("page_size", "device.tokens", "device.max_pinned"):
+        assert "another number" in found[key].message
+    model = MODEL_YAML.replace("model: {", f"model: {{revision: {number}, ")
+    assert "quotes" in str(problems(write(model))["model.revision"].suggestion)
+    found = problems({"model": MODEL}, {"TIERED_CACHE_PAGE_SIZE": number})
+    assert "another number" in found["page_size"].message
+
+
+@pytest.mark.parametrize(
+    ("number", "value"), [("0x10", 16), ("0b10000", 16), ("1_6", 16), ("+16", 16)]
+)
+def test_a_number_that_says_how_it_is_written_is_one(write: Any, number: str, value: int) -> None:
+    """These cannot be misread."""
+    assert load(write(f"{MODEL_YAML}page_size: {number}\n")).page_size == value
 
 
 def test_exponential_aliases_are_refused(write: Any) -> None:

@@ -25,6 +25,7 @@ OPTIONS: Final = "tests/storage/test_options.py::"
 FOUND: Final = "tests/test_found_by_schedules.py::"
 DETACHED: Final = "test_the_cache_s_end_waits_for_a_store_that_was_detached_as_it_was_opened"
 EVENTS: Final = "tests/cases/test_cases_storage_events.py::"
+KINDS: Final = "tests/cases/test_cases_kinds.py::"
 
 MUTANTS: Final = [
     # Buffers are quiet.
@@ -543,5 +544,50 @@ MUTANTS: Final = [
         old="        elif (took_s := self._clock() - began) <= self._limit_s:\n",
         new="        elif (took_s := self._clock() - began) >= 0:\n",
         test=ENDS + "test_a_call_that_ends_late_has_failed",
+    ),
+    Mutant(
+        id="a-prefetch-goes-on-with-a-key-that-is-its-owners",
+        rule="§10.2",
+        harm="wrong bytes: what storage has of a prompt is published under what its key has become",
+        file="tiered_cache/cache.py",
+        old="        return tokens.snapshot()\n",
+        new="        return tokens\n",
+        test=KINDS + "test_a_key_that_its_owner_changes_while_it_is_fetched",
+    ),
+    Mutant(
+        id="storage-of-another-model-is-attached",
+        rule="§10.2",
+        harm="wrong bytes are kept under another model's name, which reads them as its own",
+        file="tiered_cache/storage_control.py",
+        old="            if problems := foreign_state(config, self._parts):\n",
+        new="            if problems := []:\n",
+        test=KINDS + "test_storage_of_another_model_is_not_attached",
+    ),
+    Mutant(
+        id="what-comes-from-the-host-is-no-use",
+        rule="§10.4",
+        harm="what storage lacks of a prompt that the host serves is not tried again",
+        file="tiered_cache/controller.py",
+        old="        self.used(lease.published)  # when it was granted",
+        new="        # when it was granted",
+        test=KINDS + "test_a_prefix_that_comes_from_the_host_is_used",
+    ),
+    Mutant(
+        id="what-cannot-be-read-is-never-written-again",
+        rule="§10.3",
+        harm="a prefix ends there for ever: storage says to have it, so no backup replaces it",
+        file=PREFETCH,
+        old="        self._io.suspect(call.component, unread, is_read=False)\n",
+        new="",
+        test=KINDS + "test_a_file_that_is_not_the_page_s_is_written_again",
+    ),
+    Mutant(
+        id="what-cannot-be-read-once-is-missing",
+        rule="§10.7",
+        harm="one bad moment of a disk costs a computation, though the page is as good as ever",
+        file=IO,
+        old="            is_wrong = is_read or self.is_wrong(component, key)\n",
+        new="            is_wrong = True\n",
+        test=KINDS + "test_what_cannot_be_read_once_is_asked_for_again",
     ),
 ]

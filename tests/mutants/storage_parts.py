@@ -101,8 +101,8 @@ MUTANTS: Final = [
         rule="§10.3",
         harm="a spoilt window makes a miss of the base, and is not replaced itself",
         file=IO,
-        old="            self._suspects[component, key] = None\n",
-        new="            self._suspects[0, key] = None\n",
+        old="            self._suspects[component, key] = is_wrong\n",
+        new="            self._suspects[0, key] = is_wrong\n",
         test=TESTS + "test_a_corrupt_part_is_replaced_and_its_base_is_not",
     ),
     # --- what comes -------------------------------------------------------------------------------
@@ -174,8 +174,8 @@ MUTANTS: Final = [
         rule="§8.4",
         harm="a window that storage has wrong is never written again",
         file=PREFETCH,
-        old="result in LOST]\n",
-        new="not result]\n",
+        old="in results if result is not ReadResult.READ]\n",
+        new="in results if not result]\n",
         test=TESTS + "test_a_part_that_a_read_finds_wrong_is_written_again",
     ),
     Mutant(

@@ -479,7 +479,8 @@ async def test_what_is_written_stays_where_it_is(stack: str) -> None:
         gate.open()
         await r.cache.drain()
         wipe(r)
-        assert await r.serve([*A, 1]) == usable(r, store, stack, A) >= 40
+        there = usable(r, store, stack, A)  # before the next request, which keeps more
+        assert await r.serve([*A, 1]) == there >= 40
         assert r.stats.storage is not None
         assert r.stats.storage.counters.objects_corrupt == 0
 

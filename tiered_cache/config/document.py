@@ -23,6 +23,8 @@ MERGE_TAG: Final = "tag:yaml.org,2002:merge"
 TEXT_TAG: Final = "tag:yaml.org,2002:str"
 INT_TAG: Final = "tag:yaml.org,2002:int"
 FLOAT_TAG: Final = "tag:yaml.org,2002:float"
+OTHER_BASE: Final = re.compile(r"[-+]?0[0-7_]+|.*:.*")
+"""What YAML 1.1 reads as a number that nobody means: `010` is 8, and `1:30` is 90."""
 
 
 class Document:
@@ -119,6 +121,14 @@ class Document:
                 "YAML tags are not supported",
                 _mark(node, self.file),
                 "put text in quotes",
+                dotted(path),
+            )
+            return None
+        if node.tag in (INT_TAG, FLOAT_TAG) and OTHER_BASE.fullmatch(node.value):
+            self.fail(
+                "YAML would read another number: a leading 0 is octal, a colon counts in sixties",
+                _mark(node, self.file),
+                "write it in decimal, or put text in quotes",
                 dotted(path),
             )
             return None

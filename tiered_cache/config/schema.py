@@ -179,7 +179,7 @@ def parse_size(value: object) -> object:
 
 def _size_hint(text: str) -> str:
     """What to write instead. A number with a unit nearly right holds no secret: it is mended."""
-    match = re.fullmatch(r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*([kKmMgGtT])i?[bB]?\s*", text)
+    match = re.fullmatch(r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*([kKmMgGtT])[iI]?[bB]?\s*", text)
     if match is None:
         return SIZE_HINT
     prefix = match[2].upper()

@@ -795,3 +795,14 @@ def test_opening_changes_nothing_about_the_process() -> None:
 
     asyncio.run(main())
     assert state() == before
+
+
+async def test_whoever_uses_a_prefix_gives_it_its_priority() -> None:
+    """§5.2, also of who publishes nothing: A came with 0 and is used by 9; B has 5, and goes."""
+    a, b = seq("A", 32), seq("B", 32)
+    async with rig(24, device={"tokens": 24 * P, "eviction_policy": "priority"}) as r:
+        await r.serve(a)
+        await r.serve(b, priority=5)
+        assert await r.serve([*a, 1], priority=9) == 32
+        await r.serve(seq("C", 48), priority=7)
+        assert (r.hit(a), r.hit(b)) == (32, 0)

@@ -148,7 +148,8 @@ class UnifiedRadixCache:
             tokens: the prompt, at least one token: a list, array, numpy array or 1-D torch tensor
                 of ids in u32.
             extra_key, cache_salt: what reuse must not cross: an adapter, a tenant.
-            priority: of what is published, for the eviction policy `priority`: higher stays longer.
+            priority: of what it uses and publishes, for the eviction policy `priority`: higher
+                stays longer.
             timeout: seconds to wait for admission (None: as long as it takes). The only limit that
                 raises.
             load_timeout: seconds to wait for what the host has (None: as long as it takes). After
@@ -214,6 +215,7 @@ class UnifiedRadixCache:
                         left = max(0.0, timeout - (controller.now() - began))
                 if not lease.admit_now(limit):  # match → hold
                     await lease.admit(limit, left, place)
+                lease.fetch_no_more()
                 if not lease.may_be_longer:
                     return
                 try:

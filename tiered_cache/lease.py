@@ -36,6 +36,7 @@ from tiered_cache.keys import check_token
 from tiered_cache.layers import NO_LOADS
 from tiered_cache.lease_parts import Hold, LeaseParts
 from tiered_cache.page_table import PageTable
+from tiered_cache.prefetch import NOBODY_WAITS
 from tiered_cache.prefix_load import PrefixLoad
 from tiered_cache.publish import publish
 from tiered_cache.ranks import EQUAL
@@ -225,8 +226,16 @@ class Lease:
         self._storage_from = match.best_length
         name = f"prefetch of lease {self.id}"
         self._prefetch = storage.prefetches.start(self.key, limit, name=name)
-        self._storage_to = await self._prefetch.wait(timeout=timeout)
-        self._controller.check()
+        if storage.prefetches.is_waited_for or not self._controller.ranks.is_alone:
+            self._storage_to = await self._prefetch.wait(timeout=timeout)
+            self._controller.check()
+
+    def fetch_no_more(self) -> None:
+        """It is admitted: a prefetch that is not waited for has had its time."""
+        if self._prefetch is not None:
+            if not self._prefetch.is_done:
+                self._prefetch.done_now(NOBODY_WAITS)
+            self._storage_to = self._prefetch.tokens
 
     def end_prefetch(self) -> None:
         """What it brought is taken, or not needed; and so is what others have brought for it."""
@@ -285,7 +294,7 @@ class Lease:
             would_hold = tree.would_hold(boundary)
             if not self._parts.has_room(boundary.depth, would_hold, room):
                 return False
-        held = tree.try_hold(boundary, room)
+        held = tree.try_hold(boundary, room, self.priority)
         if held is None:
             return False
         self.receipt, pages = held
@@ -669,7 +678,7 @@ class Lease:
         size, held = self._page_size, receipt.depth
         before = Hold(receipt.node, tuple(receipt.parts), [NO_PAGES] * len(self.table.ids))
         tree.advance(receipt, boundary)
-        tree.count_hits(receipt, above=held)
+        tree.count_hits(receipt, above=held, priority=self.priority)
         superfluous = []
         if not self._is_using_load:
             own = slice(held // size, min(boundary.depth // size, self.table.num_pages))

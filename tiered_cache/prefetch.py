@@ -43,6 +43,8 @@ READ_BYTES: Final = 32 << 20
 
 KI: Final = 1024
 
+NOBODY_WAITS: Final = "best effort: nobody waits"
+
 POLICIES: Final = ("best_effort", "wait_complete", "timeout")
 
 NUM_QUESTIONS: Final = 2
@@ -171,10 +173,11 @@ class PrefetchHandle(Holding):
         await self._owner.wait(prefetch, policy, seconds("timeout", timeout))
         return prefetch.reached
 
-    def done_now(self) -> int:
-        """End it now, with what is there; tokens of the prefix that device and host have."""
+    def done_now(self, why: str = "ended by its owner") -> int:
+        """End it now, with what is there; tokens of the prefix that device and host have. `why`:
+        what the handle says then."""
         prefetch = self._open()
-        self._owner.stop(prefetch, "ended by its owner")
+        self._owner.stop(prefetch, why)
         return prefetch.reached
 
     @property
@@ -269,6 +272,12 @@ class Prefetches:
                 "use loop.call_soon_threadsafe to get there"
             )
 
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether a lease waits for its prefetch before it queues; else it takes what has come when
+        it is admitted."""
+        return self._settings.policy != "best_effort"
+
     def is_worth(self, num_tokens: int) -> bool:
         """Whether it is worth asking storage for so many tokens."""
         return num_tokens >= max(self._settings.threshold, self._page_size)
@@ -314,7 +323,7 @@ class Prefetches:
         policy = policy or self._settings.policy
         judges_time = prefetch.judges_time  # else rank 0 says when it is over
         if policy == "best_effort" and judges_time:
-            self.stop(prefetch, "best effort: nobody waits")
+            self.stop(prefetch, NOBODY_WAITS)
             return
         now = self._loop.time()
         ends = [] if timeout is None or not judges_time else [now + timeout]

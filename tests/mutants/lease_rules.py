@@ -246,4 +246,22 @@ MUTANTS: Final = [
         new="            pass",
         test=RULES + "test_a_cancelled_run_waits_for_its_thread_b96",
     ),
+    Mutant(
+        id="who-publishes-nothing-gives-no-priority",
+        rule="§5.2",
+        harm="what important requests share goes before what a lesser one has left",
+        file="tiered_cache/tree/radix.py",
+        old="            self._raise_priority(path, priority)",
+        new="            pass",
+        test="tests/test_lease_rules.py::test_whoever_uses_a_prefix_gives_it_its_priority",
+    ),
+    Mutant(
+        id="best-effort-is-over-before-the-queue",
+        rule="§11.5",
+        harm="a lease that waits for room fetches nothing meanwhile",
+        file="tiered_cache/lease.py",
+        old="        if storage.prefetches.is_waited_for or not",
+        new="        if True or not",
+        test="tests/storage/test_prefetch.py::test_best_effort_goes_on_while_its_lease_queues",
+    ),
 ]

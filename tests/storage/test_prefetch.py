@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.lease_helpers import P, seq, start, turns
-from tests.storage_helpers import Store, keep, prefetched, three_tiers, wipe
+from tests.storage_helpers import Store, keep, on_virtual_clock, prefetched, three_tiers, wipe
 from tests.tier_helpers import on_tier, until
 from tiered_cache.errors import ClosedError
 from tiered_cache.storage.backend import ReadResult
@@ -40,6 +40,24 @@ async def test_best_effort_does_not_wait() -> None:
         with r.cache.prefetch(A) as handle:
             assert await handle.wait("best_effort") == 0
             assert handle.is_done
+
+
+@on_virtual_clock
+async def test_best_effort_goes_on_while_its_lease_queues() -> None:
+    """§11.5: a prefetch runs while queueing; §10.6: and the lease takes what has come by then."""
+    storage = {"prefetch": {"threshold": 0, "policy": "best_effort"}}
+    async with three_tiers(16, 64, storage=storage) as (r, _):
+        await keep(r, A)
+        first = await r.lease(seq("B", 60))
+        await r.compute(first)
+        work = start(r.lease([*A, 1]))
+        await asyncio.sleep(1.0)
+        assert not work.done()
+        came = on_tier(r, A)
+        first.close()
+        lease = await work
+        lease.close()
+        assert (came, lease.hits.storage) == ("H" * 8, 32)
 
 
 @pytest.mark.parametrize("policy", ["best_effort", "wait_complete", "timeout"])

@@ -589,9 +589,10 @@ class RadixTree:
         return self._acquire(boundary, DEVICE, 0)
 
     def try_hold(
-        self, boundary: Boundary, room: Sequence[int]
+        self, boundary: Boundary, room: Sequence[int], priority: int = 0
     ) -> tuple[Receipt, tuple[PageIds, ...]] | None:
-        """The grant of a lease: hold a prefix, count the use, read its pages.
+        """The grant of a lease: hold a prefix, count the use, read its pages. `priority`: of who
+        uses it.
 
         None, and nothing changes, when that would protect more than `room` evictable pages of a
         component. One walk for what `would_protect`, `inc_lock_ref` and `pages` would do in three.
@@ -612,7 +613,7 @@ class RadixTree:
         parts = [component.acquire_component_lock(path, DEVICE, 0) for component in self.components]
         receipt = self.receipts.issue(node, DEVICE, parts)
         path.reverse()
-        self._count_hits(path, 0)
+        self._count_hits(path, 0, priority)
         return receipt, tuple([component.collect(path, 0, depth) for component in self.components])
 
     def advance(self, receipt: Receipt, boundary: Boundary) -> None:
@@ -775,19 +776,27 @@ class RadixTree:
             node = node.parent
         return path
 
-    def count_hits(self, receipt: Receipt, above: int = 0) -> None:
+    def count_hits(self, receipt: Receipt, above: int = 0, priority: int = 0) -> None:
         """A lease was granted this prefix: date it, and count a use of its nodes that end beyond
-        `above` (3.8, 5.8)."""
+        `above` (3.8, 5.8). Their priority is that of any who uses them, at least (5.2)."""
         self.receipts.check(receipt, DEVICE)
-        self._count_hits(self._path_to(receipt.node)[::-1], above)
+        self._count_hits(self._path_to(receipt.node)[::-1], above, priority)
 
-    def _count_hits(self, path: Sequence[Node], above: int) -> None:
+    def _count_hits(self, path: Sequence[Node], above: int, priority: int) -> None:
         for node in path:
             if node.end > above:
                 node.hit_count += 1
+        if priority:
+            self._raise_priority(path, priority)
         self._stamp += 1
         for component in self.components:
             component.touch(path, self._stamp)
+
+    def _raise_priority(self, path: Sequence[Node], priority: int) -> None:
+        self._has_priorities = True
+        for node in path:
+            if priority > node.priority:
+                node.priority = priority
 
     def would_protect(self, boundary: Boundary) -> list[int]:
         """Per component, evictable pages that a lock on this boundary would take out of reach."""

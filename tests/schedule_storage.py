@@ -527,8 +527,9 @@ class ThirdTier:
         if hangs_on is not None and not self._may_lack(content, hangs_on):
             self._fail("a page is kept, and what it hangs on is not")
         if verdict is None:
-            content.store.wrong.discard(key)
             content.store.gone.discard(key)
+            if not self._will_be_spoilt(key):
+                content.store.wrong.discard(key)
 
     def _component_of(self, key: bytes) -> int:
         """Whose object it is."""
@@ -543,6 +544,16 @@ class ThirdTier:
         return any(
             fault.result is not None and fault.names(key)
             for call in content.faulty.under_way
+            if call.op == "write"
+            for fault in call.faults
+        )
+
+    def _will_be_spoilt(self, key: ObjectKey) -> bool:
+        """Whether a write that is late will put other bytes there."""
+        return any(
+            fault.change is not None and fault.names(key)
+            for backend in self._backends
+            for call in backend.under_way
             if call.op == "write"
             for fault in call.faults
         )

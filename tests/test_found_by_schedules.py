@@ -702,6 +702,12 @@ def test_what_one_store_may_lack_another_s_rows_do_not_make_good() -> None:
     assert play(20261130800100).met["other stores"]
 
 
+def test_a_good_write_does_not_make_a_bad_one_good_that_comes_later() -> None:
+    """Seed 20261210007853, a fault of the schedules, replayed: a write that was to be spoilt was
+    late, another wrote the same object meanwhile, and with that the excuse was gone."""
+    assert play(20261210007853).met["write with a lie"]
+
+
 async def only_windows_are_gone(r: Rig, copies: Copies, tokens: list[int]) -> None:
     """The host has all of a prompt, the device the base of nearly all."""
     lease = await r.lease(tokens)

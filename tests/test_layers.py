@@ -520,3 +520,19 @@ async def test_a_failure_reaches_whoever_waits_and_whoever_asks_later() -> None:
 
 
 assert P == 4
+
+
+async def test_a_load_that_fails_while_another_is_waited_for() -> None:
+    """Seed 20261210003220: the first of two loads had brought the layer, and failed before the
+    second had it. Its pages were somebody else's when the wait returned."""
+    first, second = LayerProgress((0, 1), ()), LayerProgress((0, 1), ())
+    waits = LayerWaits((first, second), 0)
+    first.advance(1)
+    on_loop = start(waits.arrive(0))
+    in_thread = start(asyncio.to_thread(waits.wait, 0))
+    await turns()
+    first.fail(LoadFailed("a bad row"))
+    second.advance(1)
+    for waiting in (on_loop, in_thread):
+        with pytest.raises(LoadFailed, match="a bad row"):
+            await waiting

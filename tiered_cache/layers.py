@@ -58,9 +58,13 @@ class LayerProgress:
         self._turned = asyncio.Event()
 
     def _has(self, layer: int) -> bool:
+        self.check()
+        return self._place.get(layer, -1) < self._num_arrived
+
+    def check(self) -> None:
+        """Raise what it has failed with."""
         if self._error is not None:
             raise self._error
-        return self._place.get(layer, -1) < self._num_arrived
 
     def wait(self, layer: int) -> None:
         """In a worker thread, until the layer has arrived."""
@@ -105,6 +109,7 @@ class LayerWaits:
             )
         for load in self._loads:
             load.wait(layer)
+        self._check()
 
     def enqueue(self, layer: int, stream: torch.cuda.Stream) -> None:
         """Let what is put on a CUDA stream from now on wait for the layer (`Stream.wait_event`).
@@ -118,11 +123,19 @@ class LayerWaits:
             raise WrongThreadError("layers.enqueue may block: call it from a worker thread")
         for load in self._loads:
             load.enqueue(layer, stream)
+        self._check()
 
     async def arrive(self, layer: int) -> None:
         """`Lease.wait_layer`."""
         for load in self._loads:
             await load.arrive(layer)
+        self._check()
+
+    def _check(self) -> None:
+        """While one was waited for, another that had arrived may have failed, and its pages be
+        somebody else's."""
+        for load in self._loads:
+            load.check()
 
 
 NO_LOADS: Final = LayerWaits((), 0)

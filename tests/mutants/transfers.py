@@ -384,6 +384,15 @@ MUTANTS: Final = [
         test=FOUND + "test_no_load_is_begun_where_one_component_has_no_room",
     ),
     Mutant(
+        id="a-load-that-failed-meanwhile-is-not-looked-at",
+        rule="§9.9",
+        harm="a model reads pages that are somebody else's: wrong bytes",
+        file=LAYERS,
+        old="            load.check()\n",
+        new="            pass\n",
+        test="tests/test_layers.py::test_a_load_that_fails_while_another_is_waited_for",
+    ),
+    Mutant(
         id="the-last-layer-arrives-before-the-commit",
         rule="§9.9",
         harm="a run ends above pages that are nobody's yet",

@@ -34,13 +34,13 @@ from tiered_cache.fences import LeaseFences
 from tiered_cache.joint import JointGrant
 from tiered_cache.keys import check_token
 from tiered_cache.layers import NO_LOADS
-from tiered_cache.lease_parts import Hold, LeaseParts
+from tiered_cache.lease_parts import LeaseParts
 from tiered_cache.page_table import PageTable
 from tiered_cache.prefetch import NOBODY_WAITS
 from tiered_cache.prefix_load import PrefixLoad
 from tiered_cache.publish import publish
 from tiered_cache.ranks import EQUAL
-from tiered_cache.tree.components.base import NO_PAGES, join
+from tiered_cache.tree.components.base import join
 from tiered_cache.tree.node import BASE
 from tiered_cache.types import NO_PAGE, Boundary, Hits, MatchPrefixParams, whole_number
 
@@ -676,7 +676,7 @@ class Lease:
         tree, receipt = self._controller.tree, self.receipt
         assert receipt is not None, "granted leases hold a receipt"
         size, held = self._page_size, receipt.depth
-        before = Hold(receipt.node, tuple(receipt.parts), [NO_PAGES] * len(self.table.ids))
+        before = self._parts.hold(receipt) if self._parts is not None else None
         tree.advance(receipt, boundary)
         tree.count_hits(receipt, above=held, priority=self.priority)
         superfluous = []
@@ -688,7 +688,7 @@ class Lease:
         self._adopt_prefix(boundary.depth, tree.pages(boundary, self.committed))
         if superfluous:
             self._fences.give_back(superfluous)
-        if self._parts is not None:
+        if self._parts is not None and before is not None:
             self._parts.keep_left(tree, before, receipt)
 
     def allocate(self, num_tokens: int) -> Chunk:
@@ -984,19 +984,16 @@ class Lease:
             stop = self._publishable(stop)
         if stop <= self.committed or not controller.enabled:
             return stop
-        published, receipt = stop - self.committed, self.receipt
+        published, receipt, before = stop - self.committed, self.receipt, None
         assert receipt is not None, "it holds what it has published"
         if self._parts is not None:
-            self._parts.offer(stop)
-        pages = slice(self.committed // self._page_size, stop // self._page_size)
-        own = [ids[pages].copy() for ids in self.table.ids] if self._fences.keeps else ()
-        before = Hold(receipt.node, tuple(receipt.parts), own)
+            before = self._parts.offer(receipt, self.committed, stop)
         first_changed, duplicates = publish(controller.tree, self, stop)
         if first_changed < stop:
             self._fences.give_back(duplicates)
             self.settle_promise()
             controller.counters.pages_duplicate += sum(map(len, duplicates))
-        if self._parts is not None:
+        if self._parts is not None and before is not None:
             self._parts.published(stop, receipt)
             self._parts.keep_left(controller.tree, before, receipt)
         controller.committed(self, published)

@@ -467,7 +467,17 @@ class LeaseParts:
         rollback: tokens behind what is computed that it may be cut to.
     """
 
-    __slots__ = ("_accounts", "_all", "_fences", "_is_closed", "_num_pages", "_states", "_windows")
+    __slots__ = (
+        "_accounts",
+        "_all",
+        "_fences",
+        "_is_closed",
+        "_num_pages",
+        "_size",
+        "_states",
+        "_table",
+        "_windows",
+    )
 
     def __init__(
         self,
@@ -480,6 +490,8 @@ class LeaseParts:
     ) -> None:
         self._accounts = accounts
         self._fences = fences
+        self._table = table
+        self._size = components[0].page_size
         self._num_pages = num_pages
         self._is_closed = False
         given = table, accounts, fences
@@ -612,10 +624,18 @@ class LeaseParts:
         """Per component, ids that a run over these pages may have written."""
         return [(part.index, part.under_run(first, last)) for part in self._all]
 
-    def offer(self, stop: int) -> None:
-        """`[0, stop)` is about to be published."""
+    def hold(self, receipt: Receipt) -> Hold:
+        """What the lease holds, before it comes to hold something else."""
+        return Hold(receipt.node, tuple(receipt.parts), [NO_PAGES] * len(self._table.ids))
+
+    def offer(self, receipt: Receipt, start: int, stop: int) -> Hold:
+        """`[start, stop)` is about to be published; what the lease holds, and gives to the tree."""
         for part in self._all:
             part.offer(stop)
+        if not self._fences.keeps:
+            return self.hold(receipt)
+        own = [ids[start // self._size : stop // self._size].copy() for ids in self._table.ids]
+        return self.hold(receipt)._replace(own=own)
 
     def published(self, stop: int, receipt: Receipt) -> None:
         """It was, and is held."""

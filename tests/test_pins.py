@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
-from tests.lease_helpers import rig, seq
+from tests.lease_helpers import rig, seq, turns
 from tests.storage_helpers import MODEL, three_tiers, wipe
 from tests.tier_helpers import demote, on_tier, store, tiers, until
 from tiered_cache import CapacityError, ConfigError, RadixKey, Tier, load_config
@@ -87,17 +89,18 @@ async def test_reset_and_close_end_pins() -> None:
         pin.close()
 
 
-async def test_a_pin_that_is_dropped() -> None:
-    """It lasts for its time; one without would last for ever, and warns instead."""
+async def test_a_pin_that_nobody_keeps() -> None:
+    """§6.6: it ends with its time, the cache or a reset, and not before."""
     async with rig(16, device={"tokens": 64, "max_pinned": 1.0}) as r:
         await r.serve(A)
         r.cache.pin(A, 0.02)
         assert r.pool.protected == 8
         await until(lambda: not r.pool.protected)
-        with pytest.warns(ResourceWarning, match="Pin of 32 tokens on the device"):
-            r.cache.pin(A, None)
+        r.cache.pin(A, None)
+        gc.collect()
+        await turns()
         assert [item.kind for item in r.cache.outstanding()] == ["pin"]
-        await until(lambda: not r.pool.protected)
+        r.cache.reset()
         assert r.cache.outstanding() == []
 
 

@@ -81,6 +81,7 @@ class LeasePart(ABC):
         self.index = component.index
         self.promised = 0
         self.is_short = False
+        self.drop()
 
     @property
     def _size(self) -> int:
@@ -229,7 +230,6 @@ class WindowPart(LeasePart):
         footprint = component.footprint(num_pages)
         self._most = min(num_pages, footprint + -(-rollback // self._size))
         self._most_behind = footprint - component.chunk_pages if self._most < num_pages else None
-        self.drop()
 
     def footprint(self, num_pages: int) -> int:
         return self._most
@@ -313,16 +313,6 @@ class StatePart(LeasePart):
         "_slot",
         "_slot_depth",
     )
-
-    def __init__(
-        self,
-        component: TreeComponent,
-        table: PageTable,
-        accounts: PageAccounts,
-        fences: LeaseFences,
-    ) -> None:
-        super().__init__(component, table, accounts, fences)
-        self.drop()
 
     def drop(self) -> None:
         self._slot = self._kept = self._origin = NO_PAGE

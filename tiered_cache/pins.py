@@ -7,7 +7,6 @@ Refuses to know: what is worth pinning.
 from __future__ import annotations
 
 import asyncio
-import warnings
 from typing import TYPE_CHECKING
 
 from tiered_cache.errors import CapacityError
@@ -25,61 +24,29 @@ if TYPE_CHECKING:
 
 class Pin(Holding):
     """Keeps a prefix where it is until it is closed, its time is over, the cache is reset or
-    closed: `with cache.pin(tokens, ttl=60) as pin`. One that is dropped lasts for its time; without
-    one it is closed then, for nobody else could."""
+    closed: `with cache.pin(tokens, ttl=60) as pin`.
 
-    __slots__ = ("__weakref__", "_held", "_owner")
+    A pin that nobody keeps lasts as long.
 
-    def __init__(self, owner: Pins, held: Held) -> None:
+    Attributes:
+        tier: what it keeps the prefix on.
+        tokens: how much of the prefix was cached when it was made; that much it holds.
+        since: on the loop's clock.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_owner",
+        "num_pages",
+        "receipt",
+        "since",
+        "tier",
+        "timer",
+        "tokens",
+    )
+
+    def __init__(self, owner: Pins, tier: Tier, receipt: Receipt, num_pages: int) -> None:
         self._owner = owner
-        self._held = held
-
-    @property
-    def tier(self) -> Tier:
-        """What it keeps the prefix on."""
-        return self._held.tier
-
-    @property
-    def tokens(self) -> int:
-        """How much of the prefix was cached when it was made; that much it holds."""
-        return self._held.tokens
-
-    @property
-    def num_pages(self) -> int:
-        """The same in pages."""
-        return self._held.num_pages
-
-    @property
-    def since(self) -> float:
-        """On the loop's clock."""
-        return self._held.since
-
-    @property
-    def closed(self) -> bool:
-        """Whether it holds nothing any more."""
-        return self._held.receipt is None
-
-    def close(self) -> None:
-        """Let go. Any number of times."""
-        self._owner.close(self._held)
-
-    def __repr__(self) -> str:
-        return repr(self._held)
-
-    def __del__(self) -> None:
-        if self._held.receipt is not None and self._held.timer is None:
-            self._owner.dropped(self._held)
-            warnings.warn(
-                f"{self!r} was dropped without being closed", ResourceWarning, stacklevel=2
-            )
-
-
-class Held:
-    """What a pin holds; the owner's, so that a pin can be dropped."""
-
-    __slots__ = ("num_pages", "receipt", "since", "tier", "timer", "tokens")
-
-    def __init__(self, tier: Tier, receipt: Receipt, num_pages: int) -> None:
         self.tier = tier
         self.receipt: Receipt | None = receipt
         self.tokens = receipt.depth
@@ -87,8 +54,17 @@ class Held:
         self.since = asyncio.get_running_loop().time()
         self.timer: asyncio.TimerHandle | None = None
 
+    @property
+    def closed(self) -> bool:
+        """Whether it holds nothing any more."""
+        return self.receipt is None
+
+    def close(self) -> None:
+        """Let go. Any number of times."""
+        self._owner.close(self)
+
     def __repr__(self) -> str:
-        state = ", closed" if self.receipt is None else ""
+        state = ", closed" if self.closed else ""
         return f"<Pin of {self.tokens} tokens on the {self.tier.value}{state}>"
 
 
@@ -117,7 +93,7 @@ class Pins:
         self._changed = changed
         self._may_clean_up = may_clean_up
         self._loop = asyncio.get_running_loop()
-        self._open: dict[Held, None] = {}
+        self._open: dict[Pin, None] = {}
 
     def make(self, key: RadixKey, tier: Tier, ttl: float | None) -> Pin:
         """Hold the longest prefix of `key` that is cached now, for `ttl` seconds (None: until it is
@@ -143,18 +119,18 @@ class Pins:
             receipt = self._tree.inc_lock_ref(boundary)
         else:
             receipt = self._tree.inc_host_lock_ref(boundary)
-        held = Held(tier, receipt, num_pages)
-        self._open[held] = None
+        pin = Pin(self, tier, receipt, num_pages)
+        self._open[pin] = None
         if ttl is not None:
-            held.timer = self._loop.call_later(ttl, self._end, held)
-        return Pin(self, held)
+            pin.timer = self._loop.call_later(ttl, self._end, pin)
+        return pin
 
     def _check_share(self, tier: Tier, num_pages: int) -> None:
         capacity = self._tiers[tier].allocators[BASE].capacity
         most = int(capacity * self._shares[tier])
-        taken = sum(held.num_pages for held in self._open if held.tier is tier)
-        if taken + num_pages > most:
-            raise self._no_room(tier, num_pages, most - taken, f"pins may hold ({most} in all)")
+        held = sum(pin.num_pages for pin in self._open if pin.tier is tier)
+        if held + num_pages > most:
+            raise self._no_room(tier, num_pages, most - held, f"pins may hold ({most} in all)")
 
     def _no_room(self, tier: Tier, needed: int, there: int, what: str) -> CapacityError:
         return CapacityError(
@@ -163,35 +139,30 @@ class Pins:
             needed=needed,
             free=there,
             evictable=0,
-            held_by=tuple(repr(held) for held in self._open if held.tier is tier),
+            held_by=tuple(repr(pin) for pin in self._open if pin.tier is tier),
         )
 
-    def close(self, held: Held) -> None:
+    def close(self, pin: Pin) -> None:
         """See `Pin.close`."""
         if self._may_clean_up():
-            self._end(held)
+            self._end(pin)
 
-    def dropped(self, held: Held) -> None:
-        """A pin went without being closed (called from its finaliser, in any thread)."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._end, held)
-
-    def _end(self, held: Held) -> None:
-        receipt, held.receipt = held.receipt, None
-        self._open.pop(held, None)
-        if held.timer is not None:
-            held.timer.cancel()
-            held.timer = None
+    def _end(self, pin: Pin) -> None:
+        receipt, pin.receipt = pin.receipt, None
+        self._open.pop(pin, None)
+        if pin.timer is not None:
+            pin.timer.cancel()
+            pin.timer = None
         if receipt is not None:
             self._tree.let_go(receipt)
             self._changed()
 
     def close_all(self) -> None:
         """The cache ends, or was reset."""
-        for held in self:
-            self._end(held)
+        for pin in self:
+            self._end(pin)
 
-    def __iter__(self) -> Iterator[Held]:
+    def __iter__(self) -> Iterator[Pin]:
         return iter(tuple(self._open))
 
     def __len__(self) -> int:

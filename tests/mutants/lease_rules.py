@@ -251,8 +251,8 @@ MUTANTS: Final = [
         rule="§5.2",
         harm="what important requests share goes before what a lesser one has left",
         file="tiered_cache/tree/radix.py",
-        old="            self._raise_priority(path, priority)",
-        new="            pass",
+        old="        self._count_uses(path, above, priority)\n",
+        new="        self._count_uses(path, above, 0)\n",
         test="tests/test_lease_rules.py::test_whoever_uses_a_prefix_gives_it_its_priority",
     ),
     Mutant(

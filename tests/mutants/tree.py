@@ -266,8 +266,8 @@ MUTANTS: Final = [
         rule="§5.8",
         harm="long prompts look popular and push others out",
         file=RADIX,
-        old="            if node.end > inserted_len:\n",
-        new="            if node.end >= 0:\n",
+        old="                if node.end > above:\n",
+        new="                if node.end >= 0:\n",
         test="tests/cases/test_cases_tree.py::test_b13_a_prompt_in_chunks_counts_once",
     ),
     Mutant(

@@ -310,7 +310,7 @@ class RadixTree:
     def _insert(self, params: InsertParams, path: list[Node], node: Node) -> InsertResult:
         """`path` leads from the root to `node`, whose tokens the key is known to begin with; it is
         lengthened to where the insert ends."""
-        key, owned, inserted_len = params.key, params.prev_prefix_len, params.inserted_len
+        key, owned = params.key, params.prev_prefix_len
         data, overlap, page_size = key.data, key.overlap, self.page_size
         num_pages = self._num_insert_pages(params, (len(data) - overlap) // TOKEN_BYTES)
         length = num_pages * page_size
@@ -319,7 +319,7 @@ class RadixTree:
         if owned and key.place is not None and not path:
             node = self._go_on(key.place, min(owned, length), path)
         depth = node.end
-        step, priority = self._page_bytes + overlap, params.priority
+        step = self._page_bytes + overlap
         while node.children and depth < length:
             at = depth * TOKEN_BYTES
             page = data[at : at + step]
@@ -346,17 +346,7 @@ class RadixTree:
             path.append(node)
         if depth < owned and depth < length:
             raise stale_prefix(owned, depth)
-        if priority:
-            self._has_priorities = True
-        if inserted_len or self._has_priorities:
-            for node in path:
-                if node.end > inserted_len:
-                    node.hit_count += 1  # 5.8: once per request and node
-                if priority > node.priority:
-                    node.priority = priority
-        else:  # as nearly always: one step for each node
-            for node in path:
-                node.hit_count += 1
+        self._count_uses(path, params.inserted_len, params.priority)
         stamp = self._stamp = self._stamp + 1
         self.growth += 1
         if depth < length:
@@ -783,20 +773,24 @@ class RadixTree:
         self._count_hits(self._path_to(receipt.node)[::-1], above, priority)
 
     def _count_hits(self, path: Sequence[Node], above: int, priority: int) -> None:
-        for node in path:
-            if node.end > above:
-                node.hit_count += 1
-        if priority:
-            self._raise_priority(path, priority)
+        self._count_uses(path, above, priority)
         self._stamp += 1
         for component in self.components:
             component.touch(path, self._stamp)
 
-    def _raise_priority(self, path: Sequence[Node], priority: int) -> None:
-        self._has_priorities = True
-        for node in path:
-            if priority > node.priority:
-                node.priority = priority
+    def _count_uses(self, path: Sequence[Node], above: int, priority: int) -> None:
+        """A request uses `path`; what ends up to `above` it has used before (5.8)."""
+        if priority:
+            self._has_priorities = True
+        if above or self._has_priorities:
+            for node in path:
+                if node.end > above:
+                    node.hit_count += 1
+                if priority > node.priority:
+                    node.priority = priority
+        else:  # as nearly always: one step for each node
+            for node in path:
+                node.hit_count += 1
 
     def would_protect(self, boundary: Boundary) -> list[int]:
         """Per component, evictable pages that a lock on this boundary would take out of reach."""

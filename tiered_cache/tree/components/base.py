@@ -23,9 +23,11 @@ if TYPE_CHECKING:
 
     from tiered_cache.observe import Observers
     from tiered_cache.tree.leaves import LeafSets
-    from tiered_cache.tree.node import Node
+    from tiered_cache.tree.node import ComponentData, Node
     from tiered_cache.tree.radix import RadixTree
     from tiered_cache.types import InsertParams, InsertResult
+
+DEVICE: Final = Tier.DEVICE  # looking an enum member up costs as much as a tree step
 
 INT32: Final = np.dtype(np.int32)
 
@@ -280,6 +282,21 @@ class TreeComponent(ABC):
     def evict_component(self, node: Node, tier: Tier, eviction: Eviction) -> None:
         """Give up this component's part of `node` on a tier where it has one. The caller has
         checked that it may."""
+
+    def _give_up(self, data: ComponentData, tier: Tier, eviction: Eviction) -> None:
+        """Move what a part has on a tier into `eviction`, and out of the counts."""
+        index = self.index
+        if tier is DEVICE:
+            ids, data.value = data.value, None
+            sizes, locks, given_up = self.device, data.lock_ref, eviction.device
+        else:
+            ids, data.host_value = data.host_value, None
+            sizes, locks, given_up = self.host, data.host_lock_ref, eviction.host
+        assert ids is not None, "callers have looked"
+        given_up[index].append(ids)
+        sizes.credit(-len(ids), locks)
+        if tier is eviction.tier:
+            eviction.counts[index] += len(ids)
 
     @abstractmethod
     def drive_eviction(self, tree: RadixTree, need: int, eviction: Eviction) -> None:

@@ -148,24 +148,13 @@ class FullComponent(TreeComponent):
     # --- eviction ---------------------------------------------------------------------------------
 
     def evict_component(self, node: Node, tier: Tier, eviction: Eviction) -> None:
-        data, parent, index = node.base, node.parent, self.index
+        data, parent = node.base, node.parent
         assert parent is not None, "the root holds nothing"
+        self._give_up(data, tier, eviction)
         if tier is DEVICE:
-            ids, data.value = data.value, None
-            assert ids is not None, "callers have looked"
-            num_pages = len(ids)
-            eviction.device[index].append(ids)
             parent.device_children -= 1
-            self.device.credit(-num_pages, data.lock_ref)
         else:
-            ids, data.host_value = data.host_value, None
-            assert ids is not None, "callers have looked"
-            num_pages = len(ids)
-            eviction.host[index].append(ids)
             parent.host_children -= 1
-            self.host.credit(-num_pages, data.host_lock_ref)
-        if tier is eviction.tier:
-            eviction.counts[index] += num_pages
         if data.value is None and data.host_value is None:
             parent.live_children -= 1
             self.leaves.forget(node, data)

@@ -156,22 +156,8 @@ class SparseComponent(TreeComponent):
     # --- eviction ---------------------------------------------------------------------------------
 
     def evict_component(self, node: Node, tier: Tier, eviction: Eviction) -> None:
-        index = self.index
-        data = node.data[index]
-        if tier is DEVICE:
-            ids, data.value = data.value, None
-            assert ids is not None, "callers have looked"
-            num_ids = len(ids)
-            eviction.device[index].append(ids)
-            self.device.credit(-num_ids, data.lock_ref)
-        else:
-            ids, data.host_value = data.host_value, None
-            assert ids is not None, "callers have looked"
-            num_ids = len(ids)
-            eviction.host[index].append(ids)
-            self.host.credit(-num_ids, data.host_lock_ref)
-        if tier is eviction.tier:
-            eviction.counts[index] += num_ids
+        data = node.data[self.index]
+        self._give_up(data, tier, eviction)
         if data.value is None and data.host_value is None:
             self.orders.forget(node, data)
         else:

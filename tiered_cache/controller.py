@@ -296,6 +296,7 @@ class HybridCacheController:
             self._supervisor.spawn,
             self.join,
             self.calmed,
+            self.check_thread,
         )
         tier = StorageTier(parts, around)
         self._attaching = tier

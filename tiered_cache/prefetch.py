@@ -9,13 +9,12 @@ Refuses to know: how calls end (storage_io), and who wants a prefix.
 from __future__ import annotations
 
 import asyncio
-import threading
 import warnings
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from tiered_cache.errors import BackendError, ClosedError, RanksError, StaleError, WrongThreadError
+from tiered_cache.errors import BackendError, ClosedError, RanksError, StaleError
 from tiered_cache.keys import HASH_PAGES
 from tiered_cache.storage.backend import ReadResult
 from tiered_cache.tree.components.base import NO_PAGES
@@ -60,6 +59,8 @@ class PrefetchHooks(NamedTuple):
     many questions (semantics §10.10)."""
     changed: Callable[[], None]
     """Host pages have become free, or may be given up now."""
+    check_thread: Callable[[], None]
+    """Raises from another thread than the cache's."""
 
 
 class Prefetch:
@@ -256,7 +257,6 @@ class Prefetches:
         self._counters = counters
         self._hooks = hooks
         self._loop = asyncio.get_running_loop()
-        self._thread = threading.get_ident()
         self._quotas = [max(1, allocator.capacity // 2) for allocator in host.allocators]
         self._read_pages = [max(1, READ_BYTES // record.row_bytes) for record in io.formats]
         self._active: dict[Prefetch, None] = {}  # oldest first
@@ -266,11 +266,7 @@ class Prefetches:
 
     def check_thread(self) -> None:
         """Raise `WrongThreadError` from another thread than the cache's."""
-        if threading.get_ident() != self._thread:
-            raise WrongThreadError(
-                "a prefetch handle belongs to the thread of its cache: "
-                "use loop.call_soon_threadsafe to get there"
-            )
+        self._hooks.check_thread()
 
     @property
     def is_waited_for(self) -> bool:

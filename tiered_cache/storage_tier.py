@@ -98,6 +98,7 @@ class Surroundings:
     spawn: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
     join: Callable[[str | None, int], Operation | None]
     changed: Callable[[], None]
+    check_thread: Callable[[], None]
 
 
 class StorageTier:
@@ -140,7 +141,7 @@ class StorageTier:
             self.io,
             settings.prefetch,
             around.counters,
-            PrefetchHooks(around.spawn, around.join, around.changed),
+            PrefetchHooks(around.spawn, around.join, around.changed, around.check_thread),
         )
         self.backups = (BackupsOfParts if has_parts else Backups)(
             around.tree,

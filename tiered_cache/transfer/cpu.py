@@ -33,7 +33,7 @@ from tiered_cache.transfer.copier import CopyJob, Direction
 from tiered_cache.transfer.parts import Part, PartsCopier, rising_runs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import torch
 
@@ -84,17 +84,15 @@ class CpuCopier(PartsCopier["_GroupedPart"]):
         runs = list(rising_runs(job.host_ids))
         for group in groups:
             places = group.device.places(job.device_ids)
-            num_moved, step = 0, group.rows_at_a_time
-            for first, last in runs:
-                for start in range(first, last, step):
-                    stop = min(start + step, last)
-                    row = int(job.host_ids[start])
-                    rows = group.host[row : row + stop - start]
-                    move(group.device.slices, places[start:stop], rows)
-                    num_moved += stop - start
-                    if num_moved >= step:
-                        num_moved = 0
-                        _give_way()
+            num_moved, most = 0, group.rows_at_a_time
+            for start, stop in _cut(runs, most):
+                first = int(job.host_ids[start])
+                rows = group.host[first : first + stop - start]
+                move(group.device.slices, places[start:stop], rows)
+                num_moved += stop - start
+                if num_moved >= most:
+                    num_moved = 0
+                    _give_way()
         job.issued.set()
 
     def close(self) -> None:
@@ -102,6 +100,13 @@ class CpuCopier(PartsCopier["_GroupedPart"]):
 
     def __repr__(self) -> str:
         return f"<CpuCopier of {len(self._parts)} components>"
+
+
+def _cut(runs: Iterable[tuple[int, int]], most: int) -> Iterator[tuple[int, int]]:
+    """The same, none longer than so many rows."""
+    for first, last in runs:
+        for start in range(first, last, most):
+            yield start, min(start + most, last)
 
 
 Bytes = npt.NDArray[np.uint8]

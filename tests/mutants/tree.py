@@ -471,6 +471,15 @@ MUTANTS: Final = [
         test="tests/tree/test_host_values.py::test_b12_host_eviction_takes_exactly_what_is_asked",
     ),
     Mutant(
+        id="what-becomes-a-mirror-is-not-looked-at",
+        rule="§8.2",
+        harm="the host gives up less than it could, and a prefetch brings a shorter prefix",
+        file=FULL,
+        old="Tier.HOST, num_given_up + 1, eviction)\n",
+        new="Tier.HOST, need, eviction)\n            return\n",
+        test="tests/tree/test_eviction.py::test_a_mirror_above_a_leaf_that_has_gone_goes_next",
+    ),
+    Mutant(
         id="evict-takes-inner-nodes",
         rule="§8.1",
         harm="device state below a node that has none: dev(F) is not prefix closed",

@@ -287,6 +287,21 @@ def test_host_eviction_takes_host_only_leaves_and_no_mirror() -> None:
     rig.check()
 
 
+def test_a_mirror_above_a_leaf_that_has_gone_goes_next() -> None:
+    """§8.2-3, seed 20261230018111: what a leaf that went had made a mirror was not looked at any
+    more, and less was given up than was asked."""
+    rig = Rig()
+    rig.publish(seq("A", 32))
+    rig.publish(seq("A", 64))
+    rig.backup(seq("A", 64))
+    for node in path_to(rig.match(seq("A", 64)).best_node):
+        rig.tree.believe_stored(node, 0, True)
+    rig.evict(32)
+    assert rig.evict_host(64).count(0, Tier.HOST) == 4
+    assert rig.hit(seq("A", 64)) == (32, 0)
+    rig.check()
+
+
 def test_counts_are_of_the_tier_that_was_asked() -> None:
     """§7.1: host pages that go with a device leaf do not count towards a device target."""
     eviction = Eviction(Tier.DEVICE, 1)

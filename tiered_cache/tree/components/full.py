@@ -170,9 +170,14 @@ class FullComponent(TreeComponent):
 
     def drive_host_eviction(self, tree: RadixTree, need: int, eviction: Eviction) -> None:
         counts, index = eviction.counts, self.index
-        while counts[index] < need and (node := self.leaves.first_mirror()) is not None:
-            self.evict_component(node, Tier.HOST, eviction)
-        self._drive(tree.evict_host_leaf, Tier.HOST, need, eviction)
+        while (num_given_up := counts[index]) < need:
+            node = self.leaves.first_mirror()  # also of what was above a leaf that has gone
+            if node is not None:
+                self.evict_component(node, Tier.HOST, eviction)
+                continue
+            self._drive(tree.evict_host_leaf, Tier.HOST, num_given_up + 1, eviction)
+            if counts[index] == num_given_up:
+                return
 
     def _drive(
         self, evict: Callable[[Node, Eviction], bool], tier: Tier, need: int, eviction: Eviction

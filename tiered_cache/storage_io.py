@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from tiered_cache.errors import BackendError
 from tiered_cache.jobs import DaemonExecutor, run_to_end, submit
 from tiered_cache.storage.backend import ReadResult, WriteResult
-from tiered_cache.storage.record import Arrivals
+from tiered_cache.storage.record import Arrivals, Departures
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from tiered_cache.pools.host import HostArena
     from tiered_cache.stats import StorageCounters
-    from tiered_cache.storage.backend import BackendContext, StorageBackend
+    from tiered_cache.storage.backend import SealingBackend
     from tiered_cache.storage.health import Breaker
     from tiered_cache.storage.record import RecordFormat
     from tiered_cache.storage.wrappers import Limited
@@ -37,9 +37,6 @@ T = TypeVar("T")
 MAX_SUSPECTS: Final = 4096
 """Pages that are remembered as wrong in storage; of more the oldest are read, and found wrong,
 again."""
-
-SEAL_BYTES: Final = 2 << 20
-"""Rows of more are sealed by all threads together: 0.1 ms per MiB and thread."""
 
 MAX_REPLACED: Final = 4
 """Threads that hang and are replaced (semantics §9.3); after that storage is not asked any more."""
@@ -121,27 +118,6 @@ class ThreadContext:
         """So many threads hang: have as many more."""
         if isinstance(self._executor, DaemonExecutor):
             self._executor.grow_to(self.num_threads + num_hung)
-
-
-async def seal_rows(
-    context: BackendContext,
-    record: RecordFormat,
-    rows: Sequence[memoryview],
-    page_keys: Sequence[bytes],
-) -> None:
-    """Make objects of rows, in threads: all of them together where that is worth their while."""
-
-    def seal(first: int) -> None:
-        for at in range(first, len(rows), step):
-            record.seal(rows[at], page_keys[at])
-
-    step = context.num_threads if sum(map(len, rows)) > SEAL_BYTES else 1
-    if step == 1:
-        await context.run(seal, 0)
-    else:
-        async with asyncio.TaskGroup() as group:
-            for first in range(step):
-                group.create_task(context.run(seal, first))
 
 
 class StorageCall:
@@ -230,7 +206,7 @@ class StorageIO:
 
     def __init__(
         self,
-        backend: StorageBackend,
+        backend: SealingBackend,
         limited: Limited,
         breakers: tuple[Breaker, Breaker],
         context: ThreadContext,
@@ -426,9 +402,9 @@ class StorageIO:
     async def _write(self, call: StorageCall, page_keys: Sequence[bytes]) -> None:
         record = self.formats[call.component]
         rows = self._rows(call)
-        await seal_rows(self._context, record, rows, page_keys)
         keys = [record.object_key(key) for key in page_keys]
-        call.results = await self.backend.write(keys, rows)
+        seal = Departures(record, rows, page_keys).seal
+        call.results = await self.backend.write(keys, rows, seal)
 
     def _rows(self, call: StorageCall) -> list[memoryview]:
         arena = self._arenas[call.component]

@@ -27,11 +27,13 @@ from tiered_cache.storage.backend import (
     SCOPE_BYTES,
     BackendStats,
     ObjectKey,
+    SealingBackend,
     StorageBackend,
     ignore_arrivals,
+    sealed_already,
 )
 from tiered_cache.storage.health import Breaker, BreakerSettings, HealthState
-from tiered_cache.storage.wrappers import Counted, Guarded, Limited, Wrapper, said
+from tiered_cache.storage.wrappers import Counted, Guarded, Limited, Sealed, Wrapper, said
 from tiered_cache.storage_io import StorageIO
 from tiered_cache.tree.node import BASE
 from tiered_cache.types import Tier
@@ -208,7 +210,7 @@ class StorageTier:
                 self._begin_to_close()
         if self._is_closed:
             return
-        self._connection.backend = backend
+        self._connection.backend = Sealed.unless_it_seals(backend, self._around.context)
         for breaker in (self.reads, self.writes):
             breaker.close()
 
@@ -414,12 +416,12 @@ class StorageTier:
         )
 
 
-class _Connection(Wrapper):
+class _Connection(Wrapper[SealingBackend]):
     """The backend, while there is one; before and after, every call fails, with the reason. Knows
     how many calls are under way, so that a backend is closed under none."""
 
     def __init__(self) -> None:
-        self.backend: StorageBackend | None = None
+        self.backend: SealingBackend | None = None
         self.reason = "not connected yet"
         self._num_calls = 0
         self._ended = asyncio.Event()
@@ -436,7 +438,7 @@ class _Connection(Wrapper):
             await self._ended.wait()
 
     @contextmanager
-    def _asked(self) -> Iterator[StorageBackend]:
+    def _asked(self) -> Iterator[SealingBackend]:
         backend = self._inner
         self._num_calls += 1
         try:
@@ -459,10 +461,13 @@ class _Connection(Wrapper):
             return await backend.read(keys, rows, arrived)
 
     async def write(
-        self, keys: Sequence[ObjectKey], rows: Sequence[memoryview]
+        self,
+        keys: Sequence[ObjectKey],
+        rows: Sequence[memoryview],
+        seal: Callable[[int, int], None] = sealed_already,
     ) -> list[WriteResult]:
         with self._asked() as backend:
-            return await backend.write(keys, rows)
+            return await backend.write(keys, rows, seal)
 
     async def delete(self, keys: Sequence[ObjectKey]) -> None:
         with self._asked() as backend:
@@ -473,7 +478,7 @@ class _Connection(Wrapper):
             return await backend.clear(scope)
 
     @property
-    def _inner(self) -> StorageBackend:  # type: ignore[override]  # here it comes and goes
+    def _inner(self) -> SealingBackend:  # type: ignore[override]  # here it comes and goes
         if self.backend is None:
             raise BackendError(f"storage is not connected: {self.reason}")
         return self.backend

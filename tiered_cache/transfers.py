@@ -11,8 +11,9 @@ one, and who may take how many pages.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from tiered_cache.layers import LayerProgress, load_failed, stale_load
 from tiered_cache.transfer.copier import Direction
@@ -43,7 +44,8 @@ class Waiter(Protocol):
     def on_load_ended(self, load: Transfer) -> None: ...
 
 
-class Retired(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class Retired:
     """Pages that go home when none of `readers` is running."""
 
     target: Tier

@@ -13,8 +13,8 @@ from itertools import chain
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from tiered_cache.errors import BackendError
-from tiered_cache.storage import BackendStats, StorageBackend
-from tiered_cache.storage.backend import ignore_arrivals
+from tiered_cache.storage import BackendStats, SealingBackend
+from tiered_cache.storage.backend import ignore_arrivals, sealed_already
 from tiered_cache_file.directory import Directory, Writing
 from tiered_cache_file.layout import NUM_BUCKETS, prepare
 from tiered_cache_file.options import FileOptions
@@ -37,7 +37,7 @@ JOB_KEYS: Final = 256
 """In a job that moves no rows."""
 
 
-class FileBackend(StorageBackend):
+class FileBackend(SealingBackend):
     """Keeps each row as a file. See `FileOptions`."""
 
     Options = FileOptions
@@ -89,7 +89,10 @@ class FileBackend(StorageBackend):
         return await self._all(self._directory.read, [(items, arrived) for items in parts])
 
     async def write(
-        self, keys: Sequence[ObjectKey], rows: Sequence[memoryview]
+        self,
+        keys: Sequence[ObjectKey],
+        rows: Sequence[memoryview],
+        seal: Callable[[int, int], None] = sealed_already,
     ) -> list[WriteResult]:
         if not keys:
             return []
@@ -99,10 +102,10 @@ class FileBackend(StorageBackend):
         parts = [list(map(Writing, items)) for items in self._parts(keys, rows, stamps)]
         with clock.writing(stamps):
             if len(parts) == 1:
-                return await self._context.run(self._directory.write, *parts)
+                return await self._context.run(self._directory.write, parts[0], seal)
             batch = list(chain.from_iterable(parts))
             try:
-                await self._at_once(self._directory.fill, [(part,) for part in parts])
+                await self._at_once(self._directory.fill, [(part, seal) for part in parts])
                 return await self._context.run(self._directory.land, batch)
             except BaseException:
                 with suppress(BackendError):  # what is written is not lost

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from tiered_cache.storage import ReadResult, WriteResult
+from tiered_cache.storage import HEADER_ROOM, ReadResult, WriteResult
 from tiered_cache_file.layout import PRIVATE_FILE, Layout, bucket_of, make_dir, unusable
 from tiered_cache_file.objects import Objects
 from tiered_cache_file.reading import Reader
@@ -30,6 +30,11 @@ if TYPE_CHECKING:
     from tiered_cache_file.reading import Item
 
 log = logging.getLogger(__name__)
+
+SMALL_BYTES: Final = 64 << 10
+PIECE_BYTES: Final = 256 << 10
+"""Written at once, and sealed while it is in the processor's cache. A row of no more is sealed
+first, and written in one."""
 
 FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 UNWELL: Final = frozenset(
@@ -126,23 +131,23 @@ class Directory:
 
     # --- writing ----------------------------------------------------------------------------------
 
-    def write(self, rows: Sequence[Writing]) -> list[WriteResult]:
+    def write(self, rows: Sequence[Writing], seal: Callable[[int, int], None]) -> list[WriteResult]:
         """`fill` and `land` in one.
 
         Raises:
             BackendError: the directory cannot be written to.
         """
-        self.fill(rows)
+        self.fill(rows, seal)
         return self.land(rows)
 
-    def fill(self, rows: Sequence[Writing]) -> None:
+    def fill(self, rows: Sequence[Writing], seal: Callable[[int, int], None]) -> None:
         """Write rows out of sight, as far as there is space. Many threads can, each some rows of a
         batch; `land` must follow, in any case."""
         for row in rows:
             row.result = self._known(row.item)
         new = [row for row in rows if row.result is None]
         if new:
-            self._fill(new, self._space(new))
+            self._fill(new, self._space(new), seal)
 
     def land(self, rows: Sequence[Writing]) -> list[WriteResult]:
         """Bring a batch into sight, the first rows of it where there is not room for all. By one
@@ -195,14 +200,14 @@ class Directory:
             raise unusable(self._root, error) from error
         return system.f_bavail * system.f_frsize - self._reserve
 
-    def _fill(self, rows: Sequence[Writing], space: int) -> None:
+    def _fill(self, rows: Sequence[Writing], space: int, seal: Callable[[int, int], None]) -> None:
         for row in rows:
             space -= row.num_bytes
             if space < 0:
                 break
             row.temporary = self._temporary.new_path()
             try:
-                _write_file(row.temporary, row.item)
+                _write_file(row.temporary, row.item, seal)
             except OSError as error:
                 row.error = error
                 if error.errno in FULL:
@@ -317,18 +322,35 @@ class Directory:
             raise unusable(self._root, error) from error
 
 
-def _write_file(path: str, item: Item) -> None:
+def _write_file(path: str, item: Item, seal: Callable[[int, int], None]) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     fd = os.open(path, flags, PRIVATE_FILE)
     try:
-        start = 0
-        while start < len(item.row):
-            start += os.write(fd, item.row[start:])
+        if len(item.row) > SMALL_BYTES:
+            _write_pieces(fd, item, seal)
+        else:
+            seal(item.position, len(item.row))
+            _write_all(fd, item.row)
         os.utime(fd, ns=(item.stamp, item.stamp))
     except BaseException:
         os.close(fd)
         raise
     os.close(fd)  # some file systems say only here that there was no room
+
+
+def _write_pieces(fd: int, item: Item, seal: Callable[[int, int], None]) -> None:
+    """The header again in the end: only then is it known."""
+    for start in range(0, len(item.row), PIECE_BYTES):
+        piece = item.row[start : start + PIECE_BYTES]
+        _write_all(fd, piece)
+        seal(item.position, start + len(piece))
+    if os.pwrite(fd, item.row[:HEADER_ROOM], 0) != HEADER_ROOM:
+        raise OSError(errno.EIO, "short write")
+
+
+def _write_all(fd: int, piece: memoryview) -> None:
+    while len(piece):
+        piece = piece[os.write(fd, piece) :]
 
 
 def _remove(path: str) -> None:

@@ -227,7 +227,7 @@ def test_pieces_come_to_the_same_as_the_whole(stops: list[int], wrong: int) -> N
             row[wrong] ^= 0x10
         arrival = Arrival(FORMAT, row, PAGE_KEY)
         for stop in stops:
-            arrival.arrived(stop)
+            arrival.passed(stop)
         assert (arrival.verdict() is None) == (verdict is None)
 
 
@@ -236,7 +236,7 @@ def test_bytes_are_looked_at_once_when_they_have_come() -> None:
     row = golden()
     row[300:] = bytes(ROW_BYTES - 300)
     arrival = Arrival(FORMAT, row, PAGE_KEY)
-    arrival.arrived(300)
+    arrival.passed(300)
     row[300:] = GOLDEN[300:]
     assert arrival.verdict() is None
 

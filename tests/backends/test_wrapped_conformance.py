@@ -8,7 +8,7 @@ import pytest
 
 from tiered_cache.stats import StorageCounters
 from tiered_cache.storage import BackendContext, StorageBackend
-from tiered_cache.storage.wrappers import Counted, Limited
+from tiered_cache.storage.wrappers import Counted, Limited, Sealed
 from tiered_cache.testing.backends import BackendTests
 from tiered_cache.testing.faulty_backend import FaultyBackend
 from tiered_cache_memory import Kept, MemoryBackend
@@ -33,4 +33,4 @@ class TestWrapped(BackendTests):
     async def open(self, context: BackendContext) -> StorageBackend:
         faulty = FaultyBackend(MemoryBackend(kept=self.kept))
         self.opened.append(faulty)
-        return Counted(Limited(faulty, 4, lambda _: None), StorageCounters())
+        return Counted(Limited(Sealed(faulty, context), 4, lambda _: None), StorageCounters())

@@ -7,6 +7,7 @@ the library; backends live in packages of their own and are found through entry 
 from __future__ import annotations
 
 from tiered_cache.storage.backend import (
+    HEADER_ROOM,
     SCOPE_BYTES,
     BackendContext,
     BackendOptions,
@@ -14,11 +15,13 @@ from tiered_cache.storage.backend import (
     ObjectInfo,
     ObjectKey,
     ReadResult,
+    SealingBackend,
     StorageBackend,
     WriteResult,
 )
 
 __all__ = [
+    "HEADER_ROOM",
     "SCOPE_BYTES",
     "BackendContext",
     "BackendOptions",
@@ -26,6 +29,7 @@ __all__ = [
     "ObjectInfo",
     "ObjectKey",
     "ReadResult",
+    "SealingBackend",
     "StorageBackend",
     "WriteResult",
 ]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import xxhash
 
-from tiered_cache.storage.backend import KEY_BYTES, SCOPE_BYTES, ObjectKey
+from tiered_cache.storage.backend import HEADER_ROOM, KEY_BYTES, SCOPE_BYTES, ObjectKey
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -35,8 +35,9 @@ ends, length of the row, length of the component's id (which follows; then zeros
 AFTER_KEY_BYTES: Final = 18
 """Of the header, what follows the page key."""
 
-CHECKSUM: Final = slice(16, 32)
-PAYLOAD_START: Final = 512
+CHECKSUM_BYTES: Final = 16
+CHECKSUM: Final = slice(16, 16 + CHECKSUM_BYTES)
+PAYLOAD_START: Final = HEADER_ROOM
 CHECKED_FROM: Final = CHECKSUM.stop
 """The checksum covers everything from here to the payload's end, gaps between slices included. What
 stands before it has one right value."""
@@ -86,7 +87,7 @@ class RecordFormat:
             MAGIC,
             FORMAT_VERSION,
             PAYLOAD_START,
-            bytes(16),
+            bytes(CHECKSUM_BYTES),
             identity,
             bytes(PAGE_KEY_BYTES),
             payload_end,
@@ -104,19 +105,16 @@ class RecordFormat:
 
     def seal(self, row: memoryview, page_key: bytes) -> None:
         """Write the header into a row: from now on it is an object."""
-        if len(row) != self.row_bytes or len(page_key) != PAGE_KEY_BYTES:
-            raise ValueError(f"a row of {len(row)} bytes under a key of {len(page_key)}")
-        row[:PAYLOAD_START] = self.header(page_key, bytes(16)).ljust(PAYLOAD_START, b"\0")
-        row[CHECKSUM] = xxhash.xxh3_128_digest(row[CHECKED_FROM : self.payload_end])
+        Departure(self, row, page_key).seal(len(row))
 
     def check(self, row: memoryview, page_key: bytes) -> str | None:
         """What is wrong with a row that was read, in words; None when it is what it says it is."""
         return Arrival(self, row, page_key).verdict()
 
 
-class Arrival:
-    """A row that is being read: checked piece by piece as its bytes come, by one thread at a
-    time."""
+class _Passage:
+    """A row whose bytes pass by, in order, by one thread at a time: its checksum is computed piece
+    by piece."""
 
     __slots__ = ("_checksum", "_format", "_hash", "_page_key", "_row", "_upto")
 
@@ -128,8 +126,8 @@ class Arrival:
         self._hash: xxhash.xxh3_128 | None = None
         self._upto = CHECKED_FROM
 
-    def arrived(self, stop: int) -> None:
-        """Bytes `[0, stop)` are there."""
+    def passed(self, stop: int) -> None:
+        """Bytes `[0, stop)` have."""
         end = self._format.payload_end
         if self._hash is None:
             if stop >= end and end <= AT_ONCE_BYTES:
@@ -145,16 +143,43 @@ class Arrival:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all that is checked is there."""
+        """Whether all that is checked has."""
         return self._upto == self._format.payload_end
 
     def checksum(self) -> bytes:
         """Of the row as it is, all of which is there."""
         if not self._checksum:
-            self.arrived(self._format.payload_end)
+            self.passed(self._format.payload_end)
             if self._hash is not None:
                 self._checksum = self._hash.digest()
         return self._checksum
+
+
+class Departure(_Passage):
+    """A row that is being written: it gets its header."""
+
+    __slots__ = ()
+
+    def __init__(self, record: RecordFormat, row: memoryview, page_key: bytes) -> None:
+        if len(row) != record.row_bytes or len(page_key) != PAGE_KEY_BYTES:
+            raise ValueError(f"a row of {len(row)} bytes under a key of {len(page_key)}")
+        super().__init__(record, row, page_key)
+
+    def seal(self, stop: int) -> None:
+        """Bytes `[0, stop)` are on their way. With the last of them the header is whole: the row is
+        an object."""
+        if self._upto == CHECKED_FROM:
+            header = self._format.header(self._page_key, bytes(CHECKSUM_BYTES))
+            self._row[:PAYLOAD_START] = header.ljust(PAYLOAD_START, b"\0")
+        self.passed(stop)
+        if stop >= self._format.row_bytes:
+            self._row[CHECKSUM] = self.checksum()
+
+
+class Arrival(_Passage):
+    """A row that is being read: it is judged."""
+
+    __slots__ = ()
 
     def verdict(self) -> str | None:
         """All bytes are there: what is wrong with them, or None."""
@@ -185,6 +210,21 @@ class Arrival:
         return None
 
 
+class Departures:
+    """The rows of one write, in the order of their keys."""
+
+    __slots__ = ("_rows",)
+
+    def __init__(
+        self, record: RecordFormat, rows: Sequence[memoryview], page_keys: Sequence[bytes]
+    ) -> None:
+        self._rows = [Departure(record, *of) for of in zip(rows, page_keys, strict=True)]
+
+    def seal(self, index: int, stop: int) -> None:
+        """As a backend asks for it (`SealingBackend.write`)."""
+        self._rows[index].seal(stop)
+
+
 class Arrivals:
     """The rows of one read, in the order of their keys. Whoever brings a row's last byte judges it,
     while others bring theirs."""
@@ -200,7 +240,7 @@ class Arrivals:
     def arrived(self, index: int, stop: int) -> None:
         """As a backend tells it (`StorageBackend.read`)."""
         row = self._rows[index]
-        row.arrived(stop)
+        row.passed(stop)
         if row.is_whole:
             self._verdicts[index] = row.verdict()
 

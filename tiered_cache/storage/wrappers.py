@@ -1,4 +1,5 @@
-"""What stands around every backend: counts, a circuit breaker, a bound on calls at a time.
+"""What stands around every backend: counts, a circuit breaker, a bound on calls at a time, and
+sealing where the backend does not seal.
 
 Each is a backend around another, so each is one small class, and the order is said where they are
 put together. Owns: nothing of the backend's. Refuses to know: which backend it is.
@@ -8,16 +9,18 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from tiered_cache.errors import BackendError
 from tiered_cache.jobs import is_cancelled
 from tiered_cache.storage.backend import (
     ObjectKey,
     ReadResult,
+    SealingBackend,
     StorageBackend,
     WriteResult,
     ignore_arrivals,
+    sealed_already,
 )
 
 if TYPE_CHECKING:
@@ -25,19 +28,39 @@ if TYPE_CHECKING:
     from typing import Self
 
     from tiered_cache.stats import StorageCounters
-    from tiered_cache.storage.backend import BackendStats, ObjectInfo
+    from tiered_cache.storage.backend import BackendContext, BackendStats, ObjectInfo
     from tiered_cache.storage.health import Breaker
 
 
-class Wrapper(StorageBackend):
+B = TypeVar("B", bound=StorageBackend)
+
+SEAL_BYTES: Final = 2 << 20
+"""Rows of more are sealed by all threads together: 0.1 ms per MiB and thread."""
+
+
+class Wrapper(SealingBackend, Generic[B]):
     """Passes on what a wrapper has nothing to add to."""
 
-    def __init__(self, inner: StorageBackend) -> None:
+    def __init__(self, inner: B) -> None:
         self._inner = inner
 
     @classmethod
     async def open(cls, options: Any, context: Any) -> Self:
         raise TypeError("a wrapper is made around a backend that is open")
+
+    async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        return await self._inner.contains(keys)
+
+    async def read(
+        self,
+        keys: Sequence[ObjectKey],
+        rows: Sequence[memoryview],
+        arrived: Callable[[int, int], None] = ignore_arrivals,
+    ) -> list[ReadResult]:
+        return await self._inner.read(keys, rows, arrived)
+
+    async def delete(self, keys: Sequence[ObjectKey]) -> None:
+        await self._inner.delete(keys)
 
     async def clear(self, scope: bytes) -> int:
         return await self._inner.clear(scope)
@@ -55,13 +78,50 @@ class Wrapper(StorageBackend):
         await self._inner.aclose()
 
 
-class Limited(Wrapper):
+class Sealed(Wrapper[StorageBackend]):
+    """Seals rows in threads, for a backend that is given them sealed."""
+
+    def __init__(self, inner: StorageBackend, context: BackendContext) -> None:
+        super().__init__(inner)
+        self._context = context
+
+    @classmethod
+    def unless_it_seals(cls, backend: StorageBackend, context: BackendContext) -> SealingBackend:
+        return backend if isinstance(backend, SealingBackend) else cls(backend, context)
+
+    async def write(
+        self,
+        keys: Sequence[ObjectKey],
+        rows: Sequence[memoryview],
+        seal: Callable[[int, int], None] = sealed_already,
+    ) -> list[WriteResult]:
+        if seal is not sealed_already:
+            await self._seal(rows, seal)
+        return await self._inner.write(keys, rows)
+
+    async def _seal(self, rows: Sequence[memoryview], seal: Callable[[int, int], None]) -> None:
+        """All threads together, where that is worth their while."""
+
+        def seal_some(first: int) -> None:
+            for at in range(first, len(rows), step):
+                seal(at, len(rows[at]))
+
+        step = self._context.num_threads if sum(map(len, rows)) > SEAL_BYTES else 1
+        if step == 1:
+            await self._context.run(seal_some, 0)
+        else:
+            async with asyncio.TaskGroup() as group:
+                for first in range(step):
+                    group.create_task(self._context.run(seal_some, first))
+
+
+class Limited(Wrapper[SealingBackend]):
     """At most `limit` calls at a time; the others wait, first come first served.
 
     `queued` is told how many wait, whenever that changes.
     """
 
-    def __init__(self, inner: StorageBackend, limit: int, queued: Callable[[int], None]) -> None:
+    def __init__(self, inner: SealingBackend, limit: int, queued: Callable[[int], None]) -> None:
         super().__init__(inner)
         self._turns = asyncio.Semaphore(limit)
         self._queued = queued
@@ -122,23 +182,26 @@ class Limited(Wrapper):
             return await self._inner.read(keys, rows, arrived)
 
     async def write(
-        self, keys: Sequence[ObjectKey], rows: Sequence[memoryview]
+        self,
+        keys: Sequence[ObjectKey],
+        rows: Sequence[memoryview],
+        seal: Callable[[int, int], None] = sealed_already,
     ) -> list[WriteResult]:
         async with self._turn():
-            return await self._inner.write(keys, rows)
+            return await self._inner.write(keys, rows, seal)
 
     async def delete(self, keys: Sequence[ObjectKey]) -> None:
         async with self._turn():
             await self._inner.delete(keys)
 
 
-class Guarded(Wrapper):
+class Guarded(Wrapper[SealingBackend]):
     """Asks a backend only while it is well, and makes of whatever it raises a `BackendError` with a
     reason that holds no secret. A call that took longer than `limit_s` was none that went well."""
 
     def __init__(
         self,
-        inner: StorageBackend,
+        inner: SealingBackend,
         reads: Breaker,
         writes: Breaker,
         clock: Callable[[], float],
@@ -195,10 +258,13 @@ class Guarded(Wrapper):
             return answers
 
     async def write(
-        self, keys: Sequence[ObjectKey], rows: Sequence[memoryview]
+        self,
+        keys: Sequence[ObjectKey],
+        rows: Sequence[memoryview],
+        seal: Callable[[int, int], None] = sealed_already,
     ) -> list[WriteResult]:
         with self._asked(self._writes) as answers:
-            answers += _one_each(await self._inner.write(keys, rows), keys, WriteResult)
+            answers += _one_each(await self._inner.write(keys, rows, seal), keys, WriteResult)
             return answers
 
     async def delete(self, keys: Sequence[ObjectKey]) -> None:
@@ -241,10 +307,10 @@ COUNTER_OF: Final[dict[ReadResult | WriteResult, str]] = {
 }
 
 
-class Counted(Wrapper):
+class Counted(Wrapper[SealingBackend]):
     """Counts."""
 
-    def __init__(self, inner: StorageBackend, counters: StorageCounters) -> None:
+    def __init__(self, inner: SealingBackend, counters: StorageCounters) -> None:
         super().__init__(inner)
         self._counters = counters
 
@@ -267,10 +333,13 @@ class Counted(Wrapper):
         return results
 
     async def write(
-        self, keys: Sequence[ObjectKey], rows: Sequence[memoryview]
+        self,
+        keys: Sequence[ObjectKey],
+        rows: Sequence[memoryview],
+        seal: Callable[[int, int], None] = sealed_already,
     ) -> list[WriteResult]:
         with self._failures():
-            results = await self._inner.write(keys, rows)
+            results = await self._inner.write(keys, rows, seal)
         self._count(results, rows)
         return results
 

@@ -249,6 +249,24 @@ class SWAComponent(SparseComponent):
             self.device.held += (path[0].end - top) // self.page_size
         return top
 
+    def advance_component_lock(
+        self, node: Node, part: int, path: Sequence[Node], below: Sequence[Node]
+    ) -> int:
+        """Likewise, but of what was not held before nothing above a place where nothing is, and
+        nothing comes: who has published what is below it has left that behind. To hold the place
+        takes room for what others put there, and its page may not be home yet (a fence)."""
+        start = path[0].end - self.window if path else 0
+        for other in below:
+            data = other.data[self.index]
+            if other.end <= start:
+                break
+            if data.value is None and data.pending is None:
+                start = other.end
+                break
+        fresh = self.acquire_component_lock(path, DEVICE, max(0, start))
+        self.release_component_lock(node, DEVICE, part)
+        return fresh
+
     def release_component_lock(self, node: Node, tier: Tier, part: int) -> None:
         for held in self.held(node, tier, part):
             self._unhold(held, tier)

@@ -189,6 +189,26 @@ async def test_pages_that_are_there_by_then_are_duplicates() -> None:
         assert (r.pool.quarantined, r.pool.free) == (0, 10)
 
 
+async def test_duplicates_go_home_in_any_order() -> None:
+    """Schedule 20261201073039: what was looked for among those that still wait was compared by its
+    pages, which numpy refuses, so the run that ended failed."""
+    async with tiers() as (r, copies):
+        await store(r, copies, A)
+        b, first, second = Bench(r), Waiting(), Waiting()
+        b.load(0, 12, first)
+        b.load(12, 24, second)
+        await r.serve(A, load_timeout=0)
+        first.is_running = second.is_running = True
+        await copies.all()
+        assert r.pool.quarantined == 6
+        second.is_running = False
+        b.transfers.release_retired()
+        assert r.pool.quarantined == 3
+        first.is_running = False
+        b.transfers.release_retired()
+        assert (r.pool.quarantined, r.pool.free) == (0, 10)
+
+
 async def test_duplicates_under_a_run_outlive_a_reset() -> None:
     """They are quarantined across it, and go home once."""
     async with tiers() as (r, copies):

@@ -363,3 +363,21 @@ def asyncio_timeout() -> Any:
     import asyncio
 
     return asyncio.timeout(5)
+
+
+async def test_a_window_that_is_not_whole_at_its_commit() -> None:
+    """Schedule 20261201089446: the lease had left behind a page of the window that it published,
+    under the fence, and held its place all the same: that is room for what others put there, and
+    there was none, since the page was not home yet."""
+    depth = FOOTPRINT * P - 1
+    async with device_rig("swa") as (r, device):
+        async with r.cache.lease(seq("A", depth + 2 * P)) as lease:
+            loop = Loop(r, device, lease, 1)
+            lease.truncate(depth)
+            chunk = await lease.next_chunk(depth)
+            assert chunk is not None
+            assert chunk.stop == depth
+            await loop.run(chunk)
+            assert lease.committed == depth - depth % P
+            await loop.end()
+        r.check()

@@ -16,7 +16,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tiered_cache.storage import BackendContext, BackendStats, ObjectKey, ReadResult, WriteResult
+from tiered_cache.storage import (
+    BackendContext,
+    BackendStats,
+    ObjectKey,
+    ReadResult,
+    SealingBackend,
+    WriteResult,
+)
+from tiered_cache.storage.backend import sealed_already
 from tiered_cache_memory import Kept, MemoryBackend, MemoryOptions
 
 
@@ -598,6 +606,54 @@ class CannotReplaceTheEmpty(MemoryBackend):
 class ForgetsAtRestart(MemoryBackend):
     async def aclose(self) -> None:
         self._kept.rows.clear()
+
+
+class Seals(Threaded, SealingBackend):
+    """A sound one, too: the header is read when it is there."""
+
+    async def write(self, keys: Any, rows: Any, seal: Any = sealed_already) -> list[WriteResult]:
+        def write(index: int) -> WriteResult:
+            return self._sealed_write(index, keys[index], rows[index], seal)
+
+        return await self._in_parts(lambda index, _: write(index), range(len(keys)), keys)
+
+    def _sealed_write(self, index: int, key: Any, row: Any, seal: Any) -> WriteResult:
+        for stop in range(4096, len(row) + 4096, 4096):
+            seal(index, min(stop, len(row)))
+        return self._locked_write(key, row)
+
+
+@found_by("test_rows_are_sealed_on_their_way", "READ of a row that is not a row", 4096)
+class NeverSeals(Seals):
+    def _sealed_write(self, index: int, key: Any, row: Any, seal: Any) -> WriteResult:
+        return self._locked_write(key, row)
+
+
+@found_by("test_rows_are_sealed_on_their_way", "READ of a row that does not match", 65536)
+class ReadsTheHeaderFirst(Seals):
+    def _sealed_write(self, index: int, key: Any, row: Any, seal: Any) -> WriteResult:
+        seal(index, 4096)
+        early = memoryview(bytes(row))
+        seal(index, len(row))
+        return self._locked_write(key, early)
+
+
+@found_by("test_rows_are_sealed_on_their_way", "is sealed up to 4096 after 65536", 65536)
+class SealsFromTheEnd(Seals):
+    def _sealed_write(self, index: int, key: Any, row: Any, seal: Any) -> WriteResult:
+        seal(index, len(row))
+        seal(index, 4096)
+        return self._locked_write(key, row)
+
+
+@found_by("test_a_cancelled_write_seals_nothing_that_came_later", "")
+class SealsWhenTheCallHasEnded(Seals):
+    async def _gather(self, work: Any, parts: list[Any]) -> list[Any]:
+        return await asyncio.gather(*(asyncio.to_thread(work, part) for part in parts))
+
+    def _sealed_write(self, index: int, key: Any, row: Any, seal: Any) -> WriteResult:
+        time.sleep(0.002)
+        return super()._sealed_write(index, key, row, seal)
 
 
 @found_by("test_a_restart_forgets_no_scope", "")

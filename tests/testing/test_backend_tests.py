@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.testing import broken_backends
-from tests.testing.broken_backends import MISTAKES, Mistake, Threaded
+from tests.testing.broken_backends import MISTAKES, Mistake, Seals, Threaded
 from tiered_cache.storage import BackendContext, ObjectKey
 from tiered_cache.testing.backends import BackendTests
 from tiered_cache_memory import Kept, MemoryBackend
@@ -47,6 +47,12 @@ class TestThreaded(OnKeptRows):
     @pytest.fixture(autouse=True)
     def rows(self) -> None:
         self.kept = Kept()
+
+
+class TestSeals(TestThreaded):
+    """Control: one that seals does, too."""
+
+    backend_class = Seals
 
 
 @pytest.fixture(autouse=True)

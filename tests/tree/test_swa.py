@@ -408,6 +408,30 @@ def test_tombstones_are_counted_by_a_lock() -> None:
     rig.check()
 
 
+@pytest.mark.parametrize("comes", [False, True], ids=["gone", "on its way"])
+def test_who_goes_on_does_not_hold_what_it_has_left_behind(comes: bool) -> None:
+    """A request that publishes below a page of its window that it has given up: to hold the place
+    would take room for a page that may not be home yet. What is on its way there is held."""
+    rig = make()
+    rig.publish(seq("A", 16))
+    receipt = lock(rig, seq("A", 16))
+    rig.publish(seq("A", 48), given_up=48)  # by somebody else
+    place = rig.node(seq("A", 48)).data[S]
+    place.pending = object() if comes else None
+    key = RadixKey(seq("A", 64))
+    pages = rig.compute(key, 48)
+    assert pages is not None
+    rig.tree.insert_below(receipt, InsertParams(key, pages, 64, prev_prefix_len=48))
+    place.pending = None
+    assert rig.locks(seq("A", 64), S) == [0, int(comes), 1]
+    assert rig.components[S].device.held == 1 + 2 * comes
+    rig.check()
+    rig.tree.dec_lock_ref(receipt)
+    assert rig.locks(seq("A", 64), S) == [0, 0, 0]
+    assert rig.components[S].device.held == 0
+    rig.check()
+
+
 def test_a_window_is_released_early_once() -> None:
     """§6.1: and the full release skips it; another's hold is another's."""
     rig = make()

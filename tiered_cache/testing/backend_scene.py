@@ -18,8 +18,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 from tiered_cache.jobs import DaemonExecutor, run_to_end, submit, threads_ended
-from tiered_cache.storage.backend import SCOPE_BYTES, ObjectKey, ReadResult, WriteResult
-from tiered_cache.storage.record import RecordFormat
+from tiered_cache.storage.backend import (
+    HEADER_ROOM,
+    SCOPE_BYTES,
+    ObjectKey,
+    ReadResult,
+    WriteResult,
+)
+from tiered_cache.storage.record import Departures, RecordFormat
+from tiered_cache.storage.wrappers import Sealed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -229,6 +236,40 @@ class Scene:
         check_answer(results, len(numbers), WriteResult)
         for number, row in zip(numbers, rows, strict=True):
             assert self.objects.fault(row, number) is None, "write has changed the caller's row"
+        return results
+
+    async def write_unsealed(
+        self, numbers: Sequence[int], rows: Sequence[memoryview], *, wrong: list[str]
+    ) -> list[WriteResult]:
+        """Write these rows as the cache does: without headers, which they get on their way, by the
+        backend if it is a `SealingBackend`. What it does with `seal` that it must not is in
+        `wrong`."""
+        departures = Departures(
+            self.objects.record(len(rows[0])), rows, [self.objects.page_key(n) for n in numbers]
+        )
+        upto = [0] * len(rows)
+        has_ended = False
+
+        def seal(index: int, stop: int) -> None:
+            if has_ended:
+                wrong.append(f"row {index} is sealed after the call")
+            elif not upto[index] <= stop <= len(rows[index]):
+                wrong.append(f"row {index} is sealed up to {stop} after {upto[index]}")
+            else:
+                upto[index] = stop
+                departures.seal(index, stop)
+
+        for row in rows:
+            fill(row[:HEADER_ROOM], SPOILT)
+        backend = Sealed.unless_it_seals(self.backend, self.context)
+        try:
+            results = await backend.write(self.keys(numbers), rows, seal)
+        finally:
+            has_ended = True
+        check_answer(results, len(numbers), WriteResult)
+        for index, result in enumerate(results):
+            if result is WriteResult.WRITTEN and upto[index] != len(rows[index]):
+                wrong.append(f"row {index} is written, and sealed up to {upto[index]}")
         return results
 
     async def keep(self, numbers: Sequence[int], size: int = PAGE_BYTES, version: int = 0) -> None:

@@ -449,6 +449,48 @@ class BackendTests:
             await scene.backend.read(scene.keys([0, 1, 3]), again, arrivals.arrived)
             assert arrivals.verdicts(range(3)) == [None] * 3
 
+    # --- while bytes go ---------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("size", [PAGE_BYTES, 64 * KIB, 256 * KIB, MIB + PAGE_BYTES])
+    @on_a_loop
+    async def test_rows_are_sealed_on_their_way(self, size: int) -> None:
+        """A `SealingBackend` has each row that it keeps sealed, and keeps the header that this
+        gives; any other is given sealed rows. A key may come twice, or be kept already."""
+        numbers = [0, 1, 2, 1]
+        async with self.scene() as scene:
+            wrong: list[str] = []
+            for _ in range(2):
+                results = await scene.write_unsealed(
+                    numbers, scene.rows(numbers, size), wrong=wrong
+                )
+                assert all(result in STORED for result in results), results
+                await scene.verify(numbers, size)
+            assert not wrong, wrong[0]
+
+    @on_a_loop
+    async def test_a_cancelled_write_seals_nothing_that_came_later(self) -> None:
+        """When it has ended, the rows are the caller's again, their headers as well."""
+        size = 320 * KIB
+        async with self.scene() as scene:
+            wrong: list[str] = []
+            rows = scene.rows(range(4), size)
+            duration = await _time(lambda: scene.write_unsealed(range(4), rows, wrong=wrong))
+            end = 4
+            for cancel in _moments(duration):
+                numbers = range(end, end := end + 4)
+                for number, row in zip(numbers, rows, strict=True):
+                    scene.objects.make(row, number)
+                await cancel(scene.write_unsealed(numbers, rows, wrong=wrong))
+                for row in rows:
+                    fill(row, SCRIBBLE)
+                await asyncio.sleep(0.002)
+                assert all(is_filled(row, SCRIBBLE) for row in rows), WROTE_LATER
+            buffers = scene.buffers(4, size)
+            for at in range(0, end, 4):
+                results = await scene.read_into(range(at, at + 4), buffers)
+                assert set(results) <= WHOLE_OR_NONE, results
+            assert not wrong, wrong[0]
+
     # --- at the same time -------------------------------------------------------------------------
 
     @on_a_loop
@@ -822,7 +864,7 @@ class BackendTests:
 # --- helpers --------------------------------------------------------------------------------------
 
 
-async def _time(work: Callable[[], Coroutine[Any, Any, None]]) -> float:
+async def _time(work: Callable[[], Coroutine[Any, Any, object]]) -> float:
     """Seconds, at the second go."""
     await work()
     before = time.perf_counter()
@@ -832,7 +874,7 @@ async def _time(work: Callable[[], Coroutine[Any, Any, None]]) -> float:
 
 def _moments(
     duration: float,
-) -> Iterator[Callable[[Coroutine[Any, Any, Any]], Coroutine[Any, Any, None]]]:
+) -> Iterator[Callable[[Coroutine[Any, Any, Any]], Coroutine[Any, Any, object]]]:
     """Ways to cancel a call that takes so long: after some turns of the loop, after some time.
 
     Each begins the call, cancels it, and returns when it has ended, by whatever end.

@@ -4,9 +4,9 @@ Reads carry the proof of each row (header and checksum, `storage.record`), write
 as the cache has them. The plain side opens, reads and closes the very same files, or writes others
 and renames them. Both take turns, and ratios are taken within a turn.
 
-Nothing is removed before the end: where ext4 has no journal it passes over all inodes of the last
-minutes when it makes a new one, and which side that costs is chance. What was written is cut to
-nothing instead, so that the disk stays out of it.
+An ext4 without a journal passes over all inodes of the last minutes when it makes a new one. So
+nothing is removed before the end, both sides make their files in the same folder, and what was
+written is cut to nothing, so that the disk stays out of it.
 """
 
 from __future__ import annotations
@@ -128,6 +128,8 @@ class _Bench:
             arena[start : start + self.row_bytes] for start in range(0, CALL_BYTES, self.row_bytes)
         ]
         os.mkdir(f"{self.folder}/plain")
+        (instance,) = os.listdir(self.layout.temporary)
+        self.temporary = f"{self.layout.temporary}/{instance}"
         for bucket in range(NUM_BUCKETS):  # made once in the life of a directory, not in every call
             os.makedirs(self.layout.bucket(self.record.scope, bucket), exist_ok=True)
 
@@ -207,10 +209,12 @@ class _Bench:
         await self._in_jobs(_read_plain, batch.paths)
 
     async def plain_write(self) -> None:
-        self.plain_paths = [f"{self.folder}/plain/{secrets.token_hex(32)}" for _ in self.rows]
-        await self._in_jobs(_write_plain, self.plain_paths)
+        names = [secrets.token_hex(32) for _ in self.rows]
+        self.plain_paths = [f"{self.folder}/plain/{name}" for name in names]
+        ways = [(f"{self.temporary}/{name}", f"{self.folder}/plain/{name}") for name in names]
+        await self._in_jobs(_write_plain, ways)
 
-    async def _in_jobs(self, job: Callable[..., None], paths: Sequence[str]) -> None:
+    async def _in_jobs(self, job: Callable[..., None], paths: Sequence[Any]) -> None:
         num = JOB_BYTES // self.row_bytes
         async with asyncio.TaskGroup() as group:
             for start in range(0, len(paths), num):
@@ -226,13 +230,13 @@ def _read_plain(paths: Sequence[str], rows: Sequence[memoryview]) -> None:
         os.close(fd)
 
 
-def _write_plain(paths: Sequence[str], rows: Sequence[memoryview]) -> None:
-    for path, row in zip(paths, rows, strict=True):
-        fd = os.open(f"{path}.new", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+def _write_plain(paths: Sequence[tuple[str, str]], rows: Sequence[memoryview]) -> None:
+    for (temporary, path), row in zip(paths, rows, strict=True):
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         if os.write(fd, row) != len(row):
             raise RuntimeError("a short write")
         os.close(fd)
-        os.rename(f"{path}.new", path)
+        os.rename(temporary, path)
 
 
 def _sync(paths: Sequence[str]) -> None:

@@ -202,8 +202,10 @@ class _AllTiers(_Transfers):
 
     async def run(self) -> None:
         while True:
+            due = self._num_backed_up + NUM_PAGES
             await self._publish()
-            await self._cache.drain()
+            while self._num_backed_up < due:  # noqa: ASYNC110 - `drain` waits for the model, too
+                await asyncio.sleep(PERIOD_S)
             everything = EvictParams(num_tokens=8 * NUM_PAGES * PAGE_SIZE)
             await self._cache.evict(everything)
             await self._cache.evict_host(everything)
@@ -212,6 +214,10 @@ class _AllTiers(_Transfers):
                     await handle.wait("wait_complete")
                     await self._cache.evict(EvictParams(num_tokens=2 * NUM_PAGES * PAGE_SIZE))
                     await self._cache.load_back(key)
+
+    @property
+    def _num_backed_up(self) -> int:
+        return self._cache.stats().counters.pages_backed_up
 
 
 def _model(*, quick: bool) -> Callable[[], object]:

@@ -39,6 +39,11 @@ NOT_ACROSS_THREADS: Final = (
 """What means something of its own to an event loop, up to ending it."""
 
 
+give_way: Final[Callable[[], None]] = getattr(os, "sched_yield", lambda: None)
+"""Let go of the core if somebody waits for it, the event loop for one: for a thread that computes
+without end. Windows has no such call."""
+
+
 class DaemonExecutor(concurrent.futures.Executor):
     """A bounded pool of daemon threads, first in first out.
 

@@ -18,6 +18,8 @@ from tiered_cache.storage.record import (
     PIECE_BYTES,
     Arrival,
     Arrivals,
+    Departure,
+    Departures,
     RecordFormat,
     fingerprint,
 )
@@ -239,6 +241,33 @@ def test_bytes_are_looked_at_once_when_they_have_come() -> None:
     arrival.passed(300)
     row[300:] = GOLDEN[300:]
     assert arrival.verdict() is None
+
+
+@given(st.lists(st.integers(0, ROW_BYTES + 10)))
+def test_a_row_that_is_sealed_in_pieces_is_the_golden_one(stops: list[int]) -> None:
+    """However it is cut; before the last byte has gone by it is no object."""
+    row = golden()
+    row[:512] = random.Random(0).randbytes(512)
+    departure = Departure(FORMAT, row, PAGE_KEY)
+    for stop in sorted(stops):
+        assert FORMAT.check(row, PAGE_KEY) is not None
+        departure.seal(min(stop, ROW_BYTES - 1))
+    assert FORMAT.check(row, PAGE_KEY) is not None
+    departure.seal(ROW_BYTES)
+    assert bytes(row) == GOLDEN
+
+
+def test_who_moves_bytes_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that read, write and hash go on for as long as there are rows: where cores are short
+    the event loop would wait for one for milliseconds."""
+    given_up: list[int] = []
+    monkeypatch.setattr("tiered_cache.storage.record.give_way", lambda: given_up.append(1))
+    Departures(FORMAT, [golden()], [PAGE_KEY]).seal(0, ROW_BYTES)
+    arrivals = Arrivals(FORMAT, [golden()], [PAGE_KEY])
+    for stop in (300, 600, ROW_BYTES):
+        arrivals.arrived(0, stop)
+    assert len(given_up) == 4
+    assert arrivals.verdicts([0]) == [None]
 
 
 def test_a_large_row_is_checked_in_pieces() -> None:

@@ -686,4 +686,22 @@ MUTANTS: Final = [
         new="previous = ",
         test="tests/tree/test_namespaces.py::test_b86_a_nodes_page_keys_are_those_of_the_whole_prefix",
     ),
+    Mutant(
+        id="who-goes-on-holds-what-it-has-left-behind",
+        rule="§11.5",
+        harm="a place is held that there is no room for: another lease's growth fails",
+        file="tiered_cache/tree/components/swa.py",
+        old="            if data.value is None and data.pending is None:\n                start = ",
+        new="            if data.value is None and data.pending is not None:\n                start = ",
+        test="tests/test_window_fences.py::test_a_window_that_is_not_whole_at_its_commit",
+    ),
+    Mutant(
+        id="who-goes-on-does-not-hold-what-comes",
+        rule="§6.2",
+        harm="a page that is loaded for a lease is evicted under it: wrong bytes",
+        file="tiered_cache/tree/components/swa.py",
+        old="            if data.value is None and data.pending is None:\n                start = ",
+        new="            if data.value is None:\n                start = ",
+        test="tests/tree/test_swa.py::test_who_goes_on_does_not_hold_what_it_has_left_behind",
+    ),
 ]

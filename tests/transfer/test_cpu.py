@@ -292,7 +292,7 @@ def test_the_core_is_given_up_between_pieces(
     if in_line:
         host_ids.sort()
     given_up = []
-    monkeypatch.setattr(cpu, "_give_way", lambda: given_up.append(None))
+    monkeypatch.setattr(cpu, "give_way", lambda: given_up.append(None))
     [job] = world.copier.plan(direction, 0, device_ids, host_ids)
     world.copier.copy(job)
     assert len(given_up) == JOB_BYTES // cpu.PIECE_BYTES

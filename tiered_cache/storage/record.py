@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import xxhash
 
+from tiered_cache.jobs import give_way
 from tiered_cache.storage.backend import HEADER_ROOM, KEY_BYTES, SCOPE_BYTES, ObjectKey
 
 if TYPE_CHECKING:
@@ -127,7 +128,11 @@ class _Passage:
         self._upto = CHECKED_FROM
 
     def passed(self, stop: int) -> None:
-        """Bytes `[0, stop)` have."""
+        """Bytes `[0, stop)` have. Whoever moves them gives way then, as it computes without end."""
+        self._count(stop)
+        give_way()
+
+    def _count(self, stop: int) -> None:
         end = self._format.payload_end
         if self._hash is None:
             if stop >= end and end <= AT_ONCE_BYTES:
@@ -149,7 +154,7 @@ class _Passage:
     def checksum(self) -> bytes:
         """Of the row as it is, all of which is there."""
         if not self._checksum:
-            self.passed(self._format.payload_end)
+            self._count(self._format.payload_end)
             if self._hash is not None:
                 self._checksum = self._hash.digest()
         return self._checksum

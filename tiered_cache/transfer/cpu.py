@@ -12,7 +12,7 @@ the speed, measured (`python -m benchmarks copies`):
 * One pass. Rows that stand in line are a strided array, and one assignment scatters it. The way
   back needs a temporary (numpy gathers into one), so it goes in blocks that stay in the L2 cache;
   slices of 32 KiB are worth a call each, which needs none.
-* A core that is given up now and then (`_give_way`): where cores are short the event loop waits for
+* A core that is given up now and then (`give_way`): where cores are short the event loop waits for
   one, at the worst until a thread's time slice is over (3 ms on Linux). Threads that merely rank
   lower (`nice`) are left beside a busy model, where they get next to nothing.
 * numpy rather than torch: `index_select(out=…)` and `index_copy_` take 1.4 to 2 times as long, and
@@ -22,18 +22,18 @@ the speed, measured (`python -m benchmarks copies`):
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from tiered_cache.jobs import give_way
 from tiered_cache.transfer.copier import CopyJob, Direction
 from tiered_cache.transfer.parts import Part, PartsCopier, rising_runs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     import torch
 
@@ -49,9 +49,6 @@ of 8 MiB cost a quarter more."""
 PIECE_BYTES: Final = 2 << 20
 """What is copied, at most, before others get the core: half a millisecond. Each piece may have to
 wait for the GIL, too, so they are not smaller."""
-
-_give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
-"""Let go of the core if somebody waits for it. Windows has no such call."""
 
 DIRECT_BYTES: Final = 32 << 10
 """Slices of this length are stored one by one: a fifth faster, at half a microsecond each."""
@@ -92,7 +89,7 @@ class CpuCopier(PartsCopier["_GroupedPart"]):
                 num_moved += stop - start
                 if num_moved >= most:
                     num_moved = 0
-                    _give_way()
+                    give_way()
         job.issued.set()
 
     def close(self) -> None:

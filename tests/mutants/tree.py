@@ -692,7 +692,7 @@ MUTANTS: Final = [
         harm="a place is held that there is no room for: another lease's growth fails",
         file="tiered_cache/tree/components/swa.py",
         old="            if data.value is None and data.pending is None:\n                start = ",
-        new="            if data.value is None and data.pending is not None:\n                start = ",
+        new="            if data.value is not None and data.pending:\n                start = ",
         test="tests/test_window_fences.py::test_a_window_that_is_not_whole_at_its_commit",
     ),
     Mutant(

@@ -681,7 +681,7 @@ def small_steps() -> Iterator[None]:
         mock.patch.object(prefetch, "HASH_PAGES", 1),
         mock.patch.object(backup, "HASH_PAGES", 1),
         mock.patch.object(storage_tier, "SWEEP_NODES", 1),
-        mock.patch("tiered_cache.storage_io.SEAL_BYTES", 0),
+        mock.patch("tiered_cache.storage.wrappers.SEAL_BYTES", 0),
     ):
         yield
 

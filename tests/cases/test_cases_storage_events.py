@@ -33,7 +33,7 @@ from tests.storage_helpers import (
 from tests.tier_helpers import demote, on_tier
 from tiered_cache import StaleError, backup, keys
 from tiered_cache.storage.backend import SCOPE_BYTES
-from tiered_cache.storage.record import Arrival, RecordFormat
+from tiered_cache.storage.record import Arrival, Departure
 from tiered_cache.testing.faulty_backend import CallGate
 from tiered_cache.testing.loop import DeterministicLoop, SeededExecutor
 from tiered_cache.transfer.cpu import CpuCopier
@@ -294,7 +294,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[int]]:
     for name in FILE_CALLS:
         watch(os, name)
     watch(CpuCopier, "copy")
-    watch(RecordFormat, "seal")
+    watch(Departure, "seal")
     watch(Arrival, "verdict")
     return done
 

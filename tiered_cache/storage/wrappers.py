@@ -107,12 +107,9 @@ class Sealed(Wrapper[StorageBackend]):
                 seal(at, len(rows[at]))
 
         step = self._context.num_threads if sum(map(len, rows)) > SEAL_BYTES else 1
-        if step == 1:
-            await self._context.run(seal_some, 0)
-        else:
-            async with asyncio.TaskGroup() as group:
-                for first in range(step):
-                    group.create_task(self._context.run(seal_some, first))
+        async with asyncio.TaskGroup() as group:
+            for first in range(step):
+                group.create_task(self._context.run(seal_some, first))
 
 
 class Limited(Wrapper[SealingBackend]):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from tiered_cache.tree.order import MirrorOrder, Order
 from tiered_cache.tree.policies import recency
-from tiered_cache.types import Tier
+from tiered_cache.types import DEVICE, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from tiered_cache.tree.node import ComponentData, Node
     from tiered_cache.tree.policies import EvictionPolicy
 
-DEVICE: Final = Tier.DEVICE  # looking an enum member up costs as much as a tree step
 
 MAX_UNSETTLED: Final = 16
 """Nodes whose place may be out of date: what bounds the longest call (50 µs here), however many

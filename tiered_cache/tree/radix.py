@@ -33,6 +33,7 @@ from tiered_cache.tree.node import BASE, Node, new_data_for
 from tiered_cache.tree.plans import Pinned, RoomPlan, Unhashed
 from tiered_cache.tree.policies import EvictionPolicy, make_policy
 from tiered_cache.types import (
+    DEVICE,
     Boundary,
     EvictResult,
     InsertParams,
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
     from tiered_cache.tree.components.base import Flags
     from tiered_cache.tree.plans import Piece
 
-DEVICE: Final = Tier.DEVICE  # looking an enum member up costs as much as a tree step
 
 PIECE_TOKENS: Final = 4096
 """A longer edge is compared in pieces of this size (32 KiB): one that differs late is read once,

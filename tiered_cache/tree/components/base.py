@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from tiered_cache.observe import Event, EventKind
 from tiered_cache.tree.plans import Piece
-from tiered_cache.types import ComponentId, EvictResult, PageIds, Tier
+from tiered_cache.types import DEVICE, ComponentId, EvictResult, PageIds, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from tiered_cache.tree.radix import RadixTree
     from tiered_cache.types import InsertParams, InsertResult
 
-DEVICE: Final = Tier.DEVICE  # looking an enum member up costs as much as a tree step
 
 INT32: Final = np.dtype(np.int32)
 

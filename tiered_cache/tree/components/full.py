@@ -6,7 +6,7 @@ of children by which the leaf sets know a leaf.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from tiered_cache.tree.components.base import (
     own,
     owns_memory,
 )
-from tiered_cache.types import PageIds, Tier
+from tiered_cache.types import DEVICE, PageIds, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from tiered_cache.tree.node import Node
     from tiered_cache.tree.radix import RadixTree
     from tiered_cache.types import InsertParams, InsertResult
-
-
-DEVICE: Final = Tier.DEVICE  # looking an enum member up costs as much as a tree step
 
 
 class FullComponent(TreeComponent):

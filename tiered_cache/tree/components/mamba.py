@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 import numpy as np
 
 from tiered_cache.tree.components.sparse import GAP, SparseComponent, are_gaps, behind_gaps
-from tiered_cache.types import NO_PAGE, Tier
+from tiered_cache.types import DEVICE, NO_PAGE, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from tiered_cache.tree.node import ComponentData, Node
     from tiered_cache.types import InsertParams, InsertResult, PageIds
 
-DEVICE: Final = Tier.DEVICE
 
 STATES_PER_PATH: Final = 4
 

@@ -19,7 +19,7 @@ from tiered_cache.tree.leaves import MAX_UNSETTLED
 from tiered_cache.tree.node import BASE
 from tiered_cache.tree.order import MirrorOrder
 from tiered_cache.tree.policies import DEPTH_BITS, SortedPolicy, recency_of
-from tiered_cache.types import NO_PAGE, Tier
+from tiered_cache.types import DEVICE, NO_PAGE, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from tiered_cache.tree.node import ComponentData, Node
     from tiered_cache.tree.radix import RadixTree
     from tiered_cache.types import PageIds
-
-DEVICE: Final = Tier.DEVICE  # looking an enum member up costs as much as a tree step
 
 
 class SparseOrders:

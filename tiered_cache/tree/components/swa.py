@@ -12,7 +12,7 @@ import numpy as np
 
 from tiered_cache.tree.components.base import own
 from tiered_cache.tree.components.sparse import GAP, SparseComponent, behind_gaps, has_gaps
-from tiered_cache.types import NO_PAGE, Tier
+from tiered_cache.types import DEVICE, NO_PAGE, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from tiered_cache.tree.node import Node
     from tiered_cache.types import InsertParams, InsertResult, PageIds
 
-DEVICE: Final = Tier.DEVICE
 
 CHUNK_TOKENS: Final = 2048
 """Of a chunk that a request is sure to have pages for; more is given where there is room."""

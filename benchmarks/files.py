@@ -155,7 +155,6 @@ class _Bench:
                 await self._turn(f"{name} rows, write", *writes, plain_first)
                 _empty(fresh.paths)
                 _empty(self.plain_paths)
-                self.plain_paths = []
         return [self._line(line) for line in self.turns]
 
     async def _turn(

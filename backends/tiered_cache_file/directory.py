@@ -31,10 +31,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SMALL_BYTES: Final = 64 << 10
 PIECE_BYTES: Final = 256 << 10
-"""Written at once, and sealed while it is in the processor's cache. A row of no more is sealed
-first, and written in one."""
+"""Written at once, and sealed while it is in the processor's cache."""
+
+SMALL_BYTES: Final = 64 << 10
+"""A row of no more is sealed first: writing its header twice would cost more."""
 
 FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 UNWELL: Final = frozenset(

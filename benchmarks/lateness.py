@@ -2,11 +2,13 @@
 
 A thread sends the loop an event every 2 ms, as a socket would, and the loop notes how much later it
 comes to it. (Not timers: asyncio rounds what is left of one up to a millisecond whenever the loop
-is woken in between, so a busy loop is late by half of that without anybody's doing.) Four phases
-take turns: nothing; transfers both ways without a pause; a language model computing in the run
-thread; both. And again with a third tier on files, where all that is moved goes down to it and
-comes back. What counts is the difference to the same phase without transfers, within one round:
-this machine's own lateness is in both.
+is woken in between, so a busy loop is late by half of that without anybody's doing.) Beside the
+loop there is nothing; or a language model computes in the run thread, on all cores, as torch does
+by itself; or it does so on one core, which leaves the loop another. In each case phases alone and
+with transfers both ways without a pause take turns, and again with a third tier on files, where all
+that is moved goes down to it and comes back. What counts is the difference between the two phases
+of a turn, or their ratio where a model on all cores makes the loop late by itself: this machine's
+own lateness is in both.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import gc
 import tempfile
 import threading
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -24,19 +27,18 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
-from benchmarks.copies import one_torch_thread
 from benchmarks.measure import Row
 from tiered_cache import EvictParams, InsertParams, RadixKey, UnifiedRadixCache, load_config
 from tiered_cache.testing.chat_models import MissingModelError, load_smollm2
 from tiered_cache.testing.models import tiny_model
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from tiered_cache.config import Config
 
 PERIOD_S: Final = 0.002
-PHASE_S: Final = 3.0
+PHASE_S: Final = 4.0
 PAGE_SIZE: Final = 16
 NUM_PAGES: Final = 256
 """Pages of a prefix that goes to the host and back: 94 MB of a model of 135M parameters."""
@@ -44,45 +46,44 @@ NUM_PAGES: Final = 256
 MODEL_TOKENS: Final = 128
 """What the model computes at a time, as a chunk of a prompt."""
 
+ONE_CORE: Final = "model on one core"
+
 
 def run(repeat: int = 5, *, quick: bool = False) -> list[Row]:
-    """Lines of all phases, with two tiers and with three, and the differences."""
+    """Lines of all phases, with two tiers and with three, and what transfers add to them."""
     seconds = 0.4 if quick else PHASE_S
-    with one_torch_thread(), torch.inference_mode():
-        model = _model(quick=quick)
-        rows = []
+    model, cores = _model(quick=quick), torch.get_num_threads()
+    rows = []
+    for name, compute in (("idle", None), ("model", model), (ONE_CORE, model)):
+        if name == ONE_CORE:  # last: torch's threads for all cores are gone after that
+            torch.set_num_threads(1)
         for what, work in (("transfers", _Transfers), ("all tiers", _AllTiers)):
             with tempfile.TemporaryDirectory() as folder:
                 rounds = []
                 for number in range(repeat):
                     place = Path(folder) / str(number) if work is _AllTiers else None
-                    rounds.append(asyncio.run(_round(model, seconds, work, _config(place))))
-            rows += _rows(what, rounds)
+                    rounds.append(asyncio.run(_round(compute, seconds, work, _config(place))))
+            alone, moving = zip(*rounds, strict=True)
+            if work is _Transfers:
+                rows.append(_row(name, alone))
+            rows.append(_row(f"{name}, {what}" if compute else what, moving, alone))
+    torch.set_num_threads(cores)
     return rows
 
 
-def _rows(what: str, rounds: list[dict[str, Phase]]) -> list[Row]:
-    """`what`: the name of what is moved."""
-    rows = [
-        Row(
-            "lateness",
-            phase.replace("moving", what),
-            {
-                "p50_ms": median(found[phase].p50_ms for found in rounds),
-                "p99_ms": median(found[phase].p99_ms for found in rounds),
-                "max_ms": max(found[phase].max_ms for found in rounds),
-                "moved_gb_per_s": median(found[phase].gb_per_s for found in rounds),
-            },
-        )
-        for phase in PHASES
-    ]
-    for phase, alone in (("moving", "idle"), ("model, moving", "model")):
-        added = [found[phase].p99_ms - found[alone].p99_ms for found in rounds]
-        rows[PHASES.index(phase)].figures["added_p99_ms"] = median(added)
-    return rows if what == "transfers" else [row for row in rows if what in row.line]
-
-
-PHASES: Final = ("idle", "moving", "model", "model, moving")
+def _row(line: str, found: Sequence[Phase], alone: Sequence[Phase] = ()) -> Row:
+    """Medians over the rounds; `alone` are the same phases without transfers."""
+    figures = {
+        "p50_ms": median(phase.p50_ms for phase in found),
+        "p99_ms": median(phase.p99_ms for phase in found),
+        "max_ms": max(phase.max_ms for phase in found),
+        "moved_gb_per_s": median(phase.gb_per_s for phase in found),
+    }
+    if alone:
+        pairs = [(mine.p99_ms, its.p99_ms) for mine, its in zip(found, alone, strict=True)]
+        figures["added_p99_ms"] = median(mine - its for mine, its in pairs)
+        figures["alone_x"] = median(mine / its for mine, its in pairs)
+    return Row("lateness", line, figures)
 
 
 class Phase:
@@ -96,22 +97,23 @@ class Phase:
 
 
 async def _round(
-    model: Callable[[], object], seconds: float, kind: type[_Transfers], config: Config
-) -> dict[str, Phase]:
-    found = {}
+    compute: Callable[[], object] | None, seconds: float, kind: type[_Transfers], config: Config
+) -> list[Phase]:
+    """Alone, and with transfers."""
+    found = []
     async with UnifiedRadixCache.open(config) as cache:
         work = kind(cache)
         await work.begin()
-        for phase in PHASES:
+        for is_moving in (False, True):
             gc.collect()
             async with (
-                _beside(work.run if "moving" in phase else None),
-                _beside((lambda: _compute(cache, model)) if "model" in phase else None),
+                _beside(work.run if is_moving else None),
+                _beside(partial(_compute, cache, compute) if compute else None),
             ):
                 before, start_s = work.num_bytes, perf_counter()
                 late_s = await _probe(seconds)
                 moved, took_s = work.num_bytes - before, perf_counter() - start_s
-            found[phase] = Phase(late_s, moved, took_s)
+            found.append(Phase(late_s, moved, took_s))
             await cache.drain()
     return found
 

@@ -150,14 +150,18 @@ def test_files_are_measured_cold_warm_and_written(
 
 
 def test_lateness_is_measured_with_and_without_transfers_and_a_model() -> None:
+    cores = torch.get_num_threads()
     rows = lateness.run(1, quick=True)
     assert [row.line for row in rows] == [
         "idle",
         "transfers",
+        "all tiers",
         "model",
         "model, transfers",
-        "all tiers",
         "model, all tiers",
+        "model on one core",
+        "model on one core, transfers",
+        "model on one core, all tiers",
     ]
     moved = {row.line: row.figures["moved_gb_per_s"] > 0 for row in rows}
     assert moved["transfers"]
@@ -167,6 +171,7 @@ def test_lateness_is_measured_with_and_without_transfers_and_a_model() -> None:
     assert {limit for row in rows for limit in limits.limits_for(row)} == {
         limit for limit in limits.LIMITS if limit.bench == "lateness"
     }
+    assert torch.get_num_threads() == cores
 
 
 def test_a_redis_server_is_read_and_written_with_rows_of_three_lengths() -> None:

@@ -15,7 +15,7 @@ import pytest
 from tests.hybrid_helpers import hybrid_rig, hybrid_tiers, kept, lose, objects
 from tests.lease_helpers import P, Rig, cancelled, chunk_of, rig, seq, start, turns
 from tests.schedule_stacks import StackShape, known
-from tests.schedules import play, prove_lease
+from tests.schedules import prove_lease
 from tests.storage_helpers import Store, keep, on_virtual_clock, prefetched, three_tiers
 from tests.tier_helpers import Copies, demote, on_tier, soon, store, tiers, transfers
 from tiered_cache import (
@@ -693,19 +693,6 @@ async def test_the_cache_s_end_waits_for_a_store_that_is_being_attached(is_requi
         if not is_required:
             with pytest.raises(ClosedError):
                 await attaching
-
-
-def test_what_one_store_may_lack_another_s_rows_do_not_make_good() -> None:
-    """Seed 20261130800100, a fault of the schedules, replayed: a write that hung came to its end in
-    a store that had been cleared meanwhile; another store was attached by then and had the pages
-    above it, and with that the excuse was gone."""
-    assert play(20261130800100).met["other stores"]
-
-
-def test_a_good_write_does_not_make_a_bad_one_good_that_comes_later() -> None:
-    """Seed 20261210007853, a fault of the schedules, replayed: a write that was to be spoilt was
-    late, another wrote the same object meanwhile, and with that the excuse was gone."""
-    assert play(20261210007853).met["write with a lie"]
 
 
 async def only_windows_are_gone(r: Rig, copies: Copies, tokens: list[int]) -> None:

@@ -2,10 +2,11 @@
 
 Reads carry the proof of each row (header and checksum, `storage.record`), writes the sealing of it,
 as the cache has them. The plain side opens, reads and closes the very same files, or writes others
-and renames them. Both take turns, and ratios are taken within a turn.
+and renames them; a second time it takes a bare checksum of each row besides, which nobody who
+proves what he reads can do without. All take turns, and ratios are taken within a turn.
 
 An ext4 without a journal passes over all inodes of the last minutes when it makes a new one. So
-nothing is removed before the end, both sides make their files in the same folder, and what was
+nothing is removed before the end, all sides make their files in the same folder, and what was
 written is cut to nothing, so that the disk stays out of it.
 """
 
@@ -16,11 +17,14 @@ import mmap
 import os
 import secrets
 import tempfile
+from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 from time import perf_counter, process_time
 from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import xxhash
 
 from benchmarks.measure import Row
 from tiered_cache.jobs import DaemonExecutor, run_to_end, submit, threads_ended
@@ -33,6 +37,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from tiered_cache.storage import ObjectKey
+
+    Sides = tuple[Callable[[], Awaitable[None]], ...]
 
 T = TypeVar("T")
 
@@ -113,8 +119,8 @@ class _Bench:
     context: _Context
     folder: str
     row_bytes: int
-    plain_paths: list[str] = field(default_factory=list)
-    turns: dict[str, list[tuple[_Time, _Time]]] = field(default_factory=dict)
+    turns: dict[str, list[tuple[_Time, ...]]] = field(default_factory=dict)
+    """By line: plain, plain with a checksum, and the backend."""
 
     def __post_init__(self) -> None:
         self.record = RecordFormat(
@@ -145,31 +151,28 @@ class _Bench:
             _sync(batch.paths)
         for turn in range(repeat):
             for number, batch in enumerate(batches):
-                plain_first = (turn + number) % 2 == 0
-                reads = partial(self.plain_read, batch), partial(self.read, batch)
+                first = turn + number
+                reads: Sides = (*self.plain(_read_plain, batch.paths), partial(self.read, batch))
                 cool = partial(_cool, batch.paths)
-                await self._turn(f"{name} rows, cold read", *reads, plain_first, cool)
-                await self._turn(f"{name} rows, warm read", *reads, plain_first)
-                fresh = self.batch()
-                writes = self.plain_write, partial(self.write, fresh)
-                await self._turn(f"{name} rows, write", *writes, plain_first)
-                _empty(fresh.paths)
-                _empty(self.plain_paths)
+                await self._turn(f"{name} rows, cold read", reads, first, cool)
+                await self._turn(f"{name} rows, warm read", reads, first)
+                fresh, ways = self.batch(), [self.plain_ways() for _ in range(2)]
+                writes: Sides = (*self.plain(_write_plain, *ways), partial(self.write, fresh))
+                await self._turn(f"{name} rows, write", writes, first)
+                _empty([*fresh.paths, *(path for way in ways for _, path in way)])
         return [self._line(line) for line in self.turns]
 
     async def _turn(
-        self,
-        line: str,
-        plain: Callable[[], Awaitable[None]],
-        kept: Callable[[], Awaitable[None]],
-        plain_first: bool,
-        before: Callable[[], None] = lambda: None,
+        self, line: str, sides: Sides, first: int, before: Callable[[], None] = lambda: None
     ) -> None:
+        """Another one is first each time."""
+        order = deque(range(len(sides)))
+        order.rotate(first)
         times = {}
-        for side in (plain, kept) if plain_first else (kept, plain):
+        for side in order:
             before()
-            times[side] = await _Time.of(side())
-        self.turns.setdefault(line, []).append((times[plain], times[kept]))
+            times[side] = await _Time.of(sides[side]())
+        self.turns.setdefault(line, []).append(tuple(times[side] for side in range(len(sides))))
 
     def _line(self, line: str) -> Row:
         turns = self.turns[line]
@@ -177,10 +180,17 @@ class _Bench:
             "files",
             line,
             {
-                "plain_x": median(plain.elapsed_s / kept.elapsed_s for plain, kept in turns),
-                "cpu_x": median(plain.cpu_s / kept.cpu_s for plain, kept in turns),
-                "gb_per_s": median(CALL_BYTES / kept.elapsed_s for _, kept in turns) / 1e9,
-                "plain_gb_per_s": median(CALL_BYTES / plain.elapsed_s for plain, _ in turns) / 1e9,
+                "plain_x": median(plain.elapsed_s / kept.elapsed_s for plain, _, kept in turns),
+                "cpu_x": median(plain.cpu_s / kept.cpu_s for plain, _, kept in turns),
+                "checked_x": median(
+                    checked.elapsed_s / kept.elapsed_s for _, checked, kept in turns
+                ),
+                "gb_per_s": median(CALL_BYTES / kept.elapsed_s for *_, kept in turns) / 1e9,
+                "plain_gb_per_s": median(CALL_BYTES / plain.elapsed_s for plain, *_ in turns) / 1e9,
+                "checked_gb_per_s": median(
+                    CALL_BYTES / checked.elapsed_s for _, checked, _ in turns
+                )
+                / 1e9,
             },
         )
 
@@ -204,14 +214,17 @@ class _Bench:
 
     # --- plain files ------------------------------------------------------------------------------
 
-    async def plain_read(self, batch: _Batch) -> None:
-        await self._in_jobs(_read_plain, batch.paths)
+    def plain(self, job: Callable[..., None], *of: Sequence[Any]) -> Sides:
+        """A job without and with a checksum, of the same files or each of its own."""
+        return tuple(
+            partial(self._in_jobs, partial(job, checked=checked), of[min(checked, len(of) - 1)])
+            for checked in (False, True)
+        )
 
-    async def plain_write(self) -> None:
+    def plain_ways(self) -> list[tuple[str, str]]:
+        """Under which names files are written, and which they get then."""
         names = [secrets.token_hex(32) for _ in self.rows]
-        self.plain_paths = [f"{self.folder}/plain/{name}" for name in names]
-        ways = [(f"{self.temporary}/{name}", f"{self.folder}/plain/{name}") for name in names]
-        await self._in_jobs(_write_plain, ways)
+        return [(f"{self.temporary}/{name}", f"{self.folder}/plain/{name}") for name in names]
 
     async def _in_jobs(self, job: Callable[..., None], paths: Sequence[Any]) -> None:
         num = JOB_BYTES // self.row_bytes
@@ -221,19 +234,25 @@ class _Bench:
                 group.create_task(self.context.run(job, *part))
 
 
-def _read_plain(paths: Sequence[str], rows: Sequence[memoryview]) -> None:
+def _read_plain(paths: Sequence[str], rows: Sequence[memoryview], *, checked: bool) -> None:
     for path, row in zip(paths, rows, strict=True):
         fd = os.open(path, os.O_RDONLY)
         if os.preadv(fd, [row], 0) != len(row):
             raise RuntimeError("a short read")
+        if checked:
+            xxhash.xxh3_128_digest(row)
         os.close(fd)
 
 
-def _write_plain(paths: Sequence[tuple[str, str]], rows: Sequence[memoryview]) -> None:
+def _write_plain(
+    paths: Sequence[tuple[str, str]], rows: Sequence[memoryview], *, checked: bool
+) -> None:
     for (temporary, path), row in zip(paths, rows, strict=True):
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         if os.write(fd, row) != len(row):
             raise RuntimeError("a short write")
+        if checked:
+            xxhash.xxh3_128_digest(row)
         os.close(fd)
         os.rename(temporary, path)
 

@@ -46,9 +46,11 @@ UNWELL: Final = frozenset(
 
 @dataclass(slots=True)
 class Writing:
-    """A row on its way into sight. Without a result in the end: there was no room."""
+    """A row on its way into sight. Without a result in the end: there was no room. `path`: where
+    it goes."""
 
     item: Item
+    path: str = ""
     temporary: str | None = None
     result: WriteResult | None = None
     error: OSError | None = None
@@ -111,10 +113,14 @@ class Directory:
     def contains(self, keys: Sequence[ObjectKey], stamps: Sequence[int]) -> list[bool]:
         """Which of them have a file. Being asked for is a use: what was promised is not what goes
         next."""
-        return [self.objects.touch(*each) for each in zip(keys, stamps, strict=True)]
+        path = self.objects.layout.path
+        return [
+            self.objects.touch(path(key), stamp) for key, stamp in zip(keys, stamps, strict=True)
+        ]
 
     def read(self, items: Sequence[Item], arrived: Callable[[int, int], None]) -> list[ReadResult]:
-        results = [self._read(item, arrived) for item in items]
+        direct = self._reader.is_direct(self.room.account.num_bytes)
+        results = [self._read(item, arrived, direct) for item in items]
         missing = {
             bucket_of(item.key)
             for item, result in zip(items, results, strict=True)
@@ -123,9 +129,9 @@ class Directory:
         self.room.recount(missing)
         return results
 
-    def _read(self, item: Item, arrived: Callable[[int, int], None]) -> ReadResult:
+    def _read(self, item: Item, arrived: Callable[[int, int], None], direct: bool) -> ReadResult:
         try:
-            return self._reader.read(item, arrived, self.room.account.num_bytes)
+            return self._reader.read(item, arrived, direct)
         except OSError as error:
             self._complain("read", error)
             return ReadResult.FAILED
@@ -144,9 +150,13 @@ class Directory:
     def fill(self, rows: Sequence[Writing], seal: Callable[[int, int], None]) -> None:
         """Write rows out of sight, as far as there is space. Many threads can, each some rows of a
         batch; `land` must follow, in any case."""
+        new: list[Writing] = []
         for row in rows:
-            row.result = self._known(row.item)
-        new = [row for row in rows if row.result is None]
+            row.path = self.objects.layout.path(row.item.key)
+            if row.num_bytes > self.room.max_size:
+                row.result = WriteResult.REFUSED
+            elif not self._is_there(row):
+                new.append(row)
         if new:
             self._fill(new, self._space(new), seal)
 
@@ -178,12 +188,14 @@ class Directory:
                     _remove(row.temporary)
                     row.temporary = None
 
-    def _known(self, item: Item) -> WriteResult | None:
-        """What is clear without writing it."""
-        if len(item.row) > self.room.max_size:
-            return WriteResult.REFUSED
-        same = self.objects.num_bytes(item.key) == len(item.row)
-        return WriteResult.EXISTS if same and self.objects.touch(item.key, item.stamp) else None
+    def _is_there(self, row: Writing) -> bool:
+        """Then it is used, and that is all."""
+        if self.objects.num_bytes(row.path) != row.num_bytes:
+            return False
+        if not self.objects.touch(row.path, row.item.stamp):
+            return False
+        row.result = WriteResult.EXISTS
+        return True
 
     def _space(self, rows: Sequence[Writing]) -> int:
         """How many bytes can be written without touching the reserve, if need be after others have
@@ -230,21 +242,20 @@ class Directory:
 
     def _admit(self, usage: Usage, row: Writing) -> bool:
         """Count it, if need be after others have gone. False: there is no room."""
-        item = row.item
-        there = self.objects.num_bytes(item.key)
+        there = self.objects.num_bytes(row.path)
         if there == row.num_bytes:  # somebody else was faster
-            self.objects.touch(item.key, item.stamp)
+            self.objects.touch(row.path, row.item.stamp)
             row.result = WriteResult.EXISTS
             return True
         if there is not None:
             try:
-                self.room.remove(usage, item.key)
+                self.room.remove(usage, row.item.key)
             except OSError as error:
                 row.error = error
                 return True
         if not self.room.make(usage, row.num_bytes):
             return False
-        usage.add(bucket_of(item.key), row.num_bytes)
+        usage.add(bucket_of(row.item.key), row.num_bytes)
         return True
 
     def _place(self, usage: Usage, rows: Sequence[Writing]) -> None:
@@ -263,13 +274,12 @@ class Directory:
 
     def _rename(self, row: Writing) -> None:
         assert row.temporary is not None
-        path = self.objects.layout.path(row.item.key)
         try:
             try:
-                os.rename(row.temporary, path)
+                os.rename(row.temporary, row.path)
             except FileNotFoundError:
                 self.objects.layout.make_bucket(row.item.key)
-                os.rename(row.temporary, path)
+                os.rename(row.temporary, row.path)
         except OSError as error:
             row.error = error
         else:

@@ -36,9 +36,8 @@ class Objects:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
 
-    def touch(self, key: ObjectKey, stamp: int) -> bool:
+    def touch(self, path: str, stamp: int) -> bool:
         """It is used now. False: there is none."""
-        path = self.layout.path(key)
         try:
             os.utime(path, ns=(stamp, stamp), follow_symlinks=False)
         except (FileNotFoundError, NotADirectoryError):
@@ -47,27 +46,28 @@ class Objects:
             return os.path.exists(path)
         return True
 
-    def num_bytes(self, key: ObjectKey) -> int | None:
+    def num_bytes(self, path: str) -> int | None:
         """None: there is none."""
-        if not os.access(self.layout.path(key), os.F_OK):  # mostly; and an exception costs more
+        if not os.access(path, os.F_OK):  # mostly; and an exception costs more
             return None
-        found = self._stat(key)
+        found = self._stat(path)
         return None if found is None else found.st_size
 
     def unlink(self, key: ObjectKey, stamp: int | None = None) -> int | None:
         """Remove it (if it still has this stamp): how many bytes it had. None: nothing was."""
-        found = self._stat(key)
+        path = self.layout.path(key)
+        found = self._stat(path)
         if found is None or stamp not in (None, found.st_mtime_ns):
             return None
         try:
-            os.unlink(self.layout.path(key))
+            os.unlink(path)
         except FileNotFoundError:
             return None
         return found.st_size
 
-    def _stat(self, key: ObjectKey) -> os.stat_result | None:
+    def _stat(self, path: str) -> os.stat_result | None:
         try:
-            found = os.stat(self.layout.path(key), follow_symlinks=False)
+            found = os.stat(path, follow_symlinks=False)
         except (FileNotFoundError, NotADirectoryError):
             return None
         return found if stat.S_ISREG(found.st_mode) else None

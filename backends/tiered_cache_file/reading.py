@@ -25,6 +25,7 @@ PIECE_BYTES: Final = 512 << 10
 
 ALIGNMENT: Final = 4096
 O_DIRECT: Final = getattr(os, "O_DIRECT", 0)
+FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class Item(NamedTuple):
@@ -52,30 +53,27 @@ class Reader:
         """Takes the byte behind a row, of a file that is longer: no call of its own for that. A
         direct read, whose memory must be aligned, has one."""
 
-    def read(
-        self, item: Item, arrived: Callable[[int, int], None], num_bytes_kept: int
-    ) -> ReadResult:
-        """
-        Args:
-            num_bytes_kept: of all objects together.
+    def is_direct(self, num_bytes_kept: int) -> bool:
+        """Whether to read past the page cache, when that is how many bytes all objects have."""
+        return self._direct_beyond is not None and num_bytes_kept > self._direct_beyond
 
+    def read(self, item: Item, arrived: Callable[[int, int], None], direct: bool) -> ReadResult:
+        """
         Raises:
             OSError: it cannot be read.
         """
-        direct = (
-            self._direct_beyond is not None
-            and num_bytes_kept > self._direct_beyond
-            and len(item.row) % ALIGNMENT == 0
-        )
+        position, key, row, stamp = item
+        if direct:
+            direct = self._direct_beyond is not None and len(row) % ALIGNMENT == 0
         try:
-            fd = self._open(self._layout.path(item.key), direct)
+            fd = self._open(self._layout.path(key), direct)
         except (FileNotFoundError, NotADirectoryError):
             return ReadResult.MISSING
         try:
-            if not self._fill(fd, item, direct, arrived):
+            if not self._fill(fd, row, position, direct, arrived):
                 return ReadResult.CORRUPT
             try:
-                os.utime(fd, ns=(item.stamp, item.stamp))
+                os.utime(fd, ns=(stamp, stamp))
             except OSError:
                 pass  # it was read all the same
         finally:
@@ -83,24 +81,34 @@ class Reader:
         return ReadResult.READ
 
     def _open(self, path: str, direct: bool) -> int:
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+        if not direct:
+            return os.open(path, FLAGS)
         try:
-            return os.open(path, flags | O_DIRECT if direct else flags)
+            return os.open(path, FLAGS | O_DIRECT)
         except OSError as error:
-            if not direct or error.errno != errno.EINVAL:
+            if error.errno != errno.EINVAL:
                 raise
         self._direct_beyond = None  # this file system cannot
-        return os.open(path, flags)
+        return os.open(path, FLAGS)
 
-    def _fill(self, fd: int, item: Item, direct: bool, arrived: Callable[[int, int], None]) -> bool:
+    def _fill(
+        self,
+        fd: int,
+        row: memoryview,
+        position: int,
+        direct: bool,
+        arrived: Callable[[int, int], None],
+    ) -> bool:
         """Fill the row; False when the file ends before, or goes on behind."""
-        row, start, stop = item.row, 0, len(item.row)
+        start, stop = 0, len(row)
         while start < stop:
-            parts = [row[start : start + PIECE_BYTES]]
-            if stop - start <= PIECE_BYTES and not direct:
-                parts.append(self._behind)
+            is_last = stop - start <= PIECE_BYTES
+            part = row[start : start + PIECE_BYTES] if start or not is_last else row
             try:
-                num_read = os.preadv(fd, parts, start)
+                if is_last and not direct:
+                    num_read = os.preadv(fd, (part, self._behind), start)
+                else:
+                    num_read = os.preadv(fd, (part,), start)
             except OSError as error:
                 if not direct or error.errno != errno.EINVAL:
                     raise
@@ -114,5 +122,5 @@ class Reader:
                 return False
             if start == stop and direct and os.lseek(fd, 0, os.SEEK_END) != stop:
                 return False
-            arrived(item.position, start)
+            arrived(position, start)
         return True

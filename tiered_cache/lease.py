@@ -19,19 +19,18 @@ the run has ended. Of a load that is not complete, that is nothing to read witho
 from __future__ import annotations
 
 import asyncio
-import sys
 import warnings
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from tiered_cache.chunk import Chunk, find_chunks
-from tiered_cache.errors import CapacityError, ClosedError, RanksError, StaleError
+from tiered_cache.errors import ClosedError, StaleError
 from tiered_cache.fences import LeaseFences
-from tiered_cache.joint import JointGrant
+from tiered_cache.joint import JointChunk, JointGrant
 from tiered_cache.keys import check_token
 from tiered_cache.layers import NO_LOADS
 from tiered_cache.lease_parts import LeaseParts
@@ -39,7 +38,7 @@ from tiered_cache.page_table import PageTable
 from tiered_cache.prefetch import NOBODY_WAITS
 from tiered_cache.prefix_load import PrefixLoad
 from tiered_cache.publish import publish
-from tiered_cache.ranks import EQUAL
+from tiered_cache.reuse import Reuse
 from tiered_cache.tree.components.base import join
 from tiered_cache.tree.node import BASE
 from tiered_cache.types import NO_PAGE, Boundary, Hits, MatchPrefixParams, whole_number
@@ -57,10 +56,6 @@ if TYPE_CHECKING:
     from tiered_cache.types import PageIds
 
 T = TypeVar("T")
-
-HAS_PAGES: Final = 1
-IS_CLEAR: Final = 2
-"""Marks that ranks offer: there are pages for a chunk, and nobody else is computing it."""
 
 
 class Lease:
@@ -87,27 +82,20 @@ class Lease:
         "_cuts",
         "_deferred",
         "_fences",
-        "_full_hit_length",
         "_is_stranded",
         "_joint",
         "_layerwise",
         "_load",
-        "_not_fetched",
-        "_not_loaded",
         "_num_runs",
         "_page_size",
         "_parts",
         "_prefetch",
         "_promised",
-        "_reused",
-        "_reused_host",
-        "_reused_storage",
+        "_reuse",
         "_rollback",
         "_running",
         "_seen",
         "_skipped",
-        "_storage_from",
-        "_storage_to",
         "committed",
         "epoch",
         "granted_at",
@@ -157,15 +145,8 @@ class Lease:
         self._deferred = 0  # commit up to here when the last run has ended
         self._skipped = 0  # and up to here when it needs no state to go on with
         self._is_stranded = False  # the state that it took over is void: it begins again
-        self._reused = 0
-        self._reused_host = 0  # what of it a load brought
-        self._reused_storage = 0  # what of that a prefetch had brought to the host
+        self._reuse = Reuse()
         self._prefetch: PrefetchHandle | None = None
-        self._not_fetched = ""  # why storage had no more of it
-        self._not_loaded = ""  # why it started over without what the host has
-        self._storage_from = sys.maxsize  # what device and host had before it
-        self._storage_to = 0  # and with what it has brought
-        self._full_hit_length = 0
         self._promised = 0  # of `unspent`, what the accounts know
         self._seen = -1  # the tree's growth when it was last matched
         self._load: PrefixLoad | None = None  # what it gets from the host
@@ -223,11 +204,11 @@ class Lease:
         # Where there are several ranks, all of them ask: another may have less.
         if self._controller.ranks.is_alone and not storage.prefetches.is_worth(missing):
             return
-        self._storage_from = match.best_length
+        self._reuse.fetches_from(match.best_length)
         name = f"prefetch of lease {self.id}"
         self._prefetch = storage.prefetches.start(self.key, limit, name=name)
         if storage.prefetches.is_waited_for or not self._controller.ranks.is_alone:
-            self._storage_to = await self._prefetch.wait(timeout=timeout)
+            self._reuse.fetched_to(await self._prefetch.wait(timeout=timeout))
             self._controller.check()
 
     def fetch_no_more(self) -> None:
@@ -235,12 +216,12 @@ class Lease:
         if self._prefetch is not None:
             if not self._prefetch.is_done:
                 self._prefetch.done_now(NOBODY_WAITS)
-            self._storage_to = self._prefetch.tokens
+            self._reuse.fetched_to(self._prefetch.tokens)
 
     def end_prefetch(self) -> None:
         """What it brought is taken, or not needed; and so is what others have brought for it."""
         if self._prefetch is not None:
-            self._not_fetched = self._prefetch.why
+            self._reuse.not_fetched = self._prefetch.why
             self._prefetch.close()
             self._prefetch = None
         storage = self._controller.storage
@@ -260,7 +241,7 @@ class Lease:
     @property
     def may_be_longer(self) -> bool:
         """Whether the host has something beyond what it holds."""
-        return self._full_hit_length > self._computed and self._controller.transfers is not None
+        return self._reuse.known > self._computed and self._controller.transfers is not None
 
     async def load_back(self, limit: int, timeout: float | None) -> None:
         """Bring what the host has of the first `limit` tokens; less, if it does not come."""
@@ -303,7 +284,7 @@ class Lease:
         if boundary.depth:
             self._adopt_prefix(boundary.depth, pages)
             self.prefix_len = boundary.depth
-        self._full_hit_length = match.full_hit_length
+        self._reuse.known = match.full_hit_length
         self.epoch = controller.epoch
         self._promised = self._admitted_pages - self.table.num_pages
         controller.accounts.promise(self._promised)
@@ -323,7 +304,7 @@ class Lease:
         else:
             self.table.write(first, pages)
         if depth > self._computed:
-            self._reused += depth - self._computed
+            self._reuse.total += depth - self._computed
             self._computed = depth
             if self._parts is not None:
                 self._parts.taken_over(depth)
@@ -337,9 +318,7 @@ class Lease:
         before."""
         self._close()
         self.prefix_len = self.committed = self._computed = self._promised = 0
-        self._reused = self._reused_host = self._reused_storage = 0
-        self._storage_from, self._storage_to = sys.maxsize, 0
-        self._not_loaded = self._load.shortened if self._load is not None else ""
+        self._reuse.start_over(self._load.shortened if self._load is not None else "")
         self._load = None
         self._skipped = 0
         self.table.cut(0)
@@ -360,32 +339,24 @@ class Lease:
         from_host = max(0, stop - start)
         gained = boundary.depth - self._computed
         if gained > 0:
-            self._reused_host += from_host
-            self._reused_storage += self._of_storage(start, stop)
+            self._reuse.loaded(start, start + from_host)
         self._take_over(boundary)
         if gained > 0:
             from_host = min(gained, from_host)
-            from_storage = min(from_host, self._of_storage(start, stop))
+            from_storage = min(from_host, self._reuse.of_storage(start, stop))
             controller.loaded(self, gained, from_host=from_host, from_storage=from_storage)
-
-    def _of_storage(self, start: int, stop: int) -> int:
-        """How many of these tokens a prefetch had brought to the host."""
-        return max(0, min(stop, self._storage_to) - max(start, self._storage_from))
 
     def use_load(self, stop: int, layers: LayerWaits) -> None:
         """The table names pages up to `stop` that are coming: a model waits for each layer."""
-        gained = stop - self._computed
-        self._reused += gained
-        self._reused_host += gained
-        self._reused_storage += self._of_storage(self._computed, stop)
+        self._reuse.total += stop - self._computed
+        self._reuse.loaded(self._computed, stop)
         self._computed = self.prefix_len = stop
         self.layers = layers
 
     def load_is_complete(self) -> None:
         """All that it used before is the tree's now."""
-        self._controller.loaded(
-            self, self._reused_host, from_host=self._reused_host, from_storage=self._reused_storage
-        )
+        brought, from_storage = self._reuse.from_host, self._reuse.from_storage
+        self._controller.loaded(self, brought, from_host=brought, from_storage=from_storage)
         if self._deferred and not self._num_runs:
             self._publish_deferred()
 
@@ -396,10 +367,7 @@ class Lease:
         own, keep = load.end // self._page_size, self.committed // self._page_size
         dropped = self.table.cut(keep)
         self._fences.give_back([ids[max(0, own - keep) :] for ids in dropped])
-        lost = max(0, load.end - self.committed)
-        self._reused -= lost
-        self._reused_host -= lost
-        self._reused_storage -= self._of_storage(self.committed, load.end)
+        self._reuse.lost(self.committed, max(self.committed, load.end))
         self._computed = self.prefix_len = self.committed
         self._cuts = [*self._cuts, self.committed]
         self._deferred = load.end = 0
@@ -428,33 +396,17 @@ class Lease:
     @property
     def hits(self) -> Hits:
         """Tokens that were reused instead of computed, by the tier they came from."""
-        return Hits(
-            device=self._reused - self._reused_host,
-            host=self._reused_host - self._reused_storage,
-            storage=self._reused_storage,
-        )
+        return self._reuse.hits
 
     @property
     def why(self) -> str:
         """Why the prefix ends where it does, for people."""
-        reusable = (self.prompt_len - 1) // self._page_size * self._page_size
         if not self._controller.enabled:
             return "the cache is off"
-        if self.prefix_len == reusable:
-            return (
-                "all whole pages before the last token were cached"
-                if reusable
-                else "no whole page before the last token"
-            )
-        page = f"[{self.prefix_len}, {self.prefix_len + self._page_size})"
-        shortened = self._load.shortened if self._load is not None else self._not_loaded
-        if shortened:
-            return f"page {page} did not come: {shortened}"
-        if self._full_hit_length > self.prefix_len:
-            return f"page {page} was known, but not on the device"
-        if self._not_fetched:
-            return f"page {page} was not cached; storage: {self._not_fetched}"
-        return f"page {page} was not cached"
+        size = self._page_size
+        reusable = (self.prompt_len - 1) // size * size
+        shortened = self._load.shortened if self._load is not None else None
+        return self._reuse.why(self.prefix_len, reusable, size, shortened)
 
     # --- compute ----------------------------------------------------------------------------------
 
@@ -477,7 +429,7 @@ class Lease:
             raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
         controller = self._controller
         if self._joint is not None:
-            return await self._next_chunk_on_all(self._joint, max_tokens)
+            return await JointChunk(self, controller, self._joint).next(max_tokens)
         while True:
             self.check()
             start, length = self.frontier, self.key.num_tokens
@@ -497,7 +449,7 @@ class Lease:
                 break
             controller.counters.chunk_waits += 1
             await claim.released.wait()
-        return self._hand_out(start, self._end_of_chunk(start, max_tokens))
+        return self.hand_out(start, self.end_of_chunk(start, max_tokens))
 
     async def _begin_again(self) -> None:
         """As if it was leased once more, in front of everybody: the state that it had taken over is
@@ -514,7 +466,7 @@ class Lease:
         )
         self._is_stranded = False
 
-    def _end_of_chunk(self, start: int, max_tokens: int) -> int:
+    def end_of_chunk(self, start: int, max_tokens: int) -> int:
         """Where a chunk ends that may have so many tokens (semantics §11.3)."""
         stop, length, grid = start + max_tokens, self.key.num_tokens, self._controller.grid
         if stop < length:
@@ -524,7 +476,7 @@ class Lease:
             stop = length
         if self._parts is not None:
             # Where a state has to stand, for those who come with the same prompt or a fork of it.
-            for depth in (self._full_hit_length, self.prompt_len - 1):
+            for depth in (self._reuse.known, self.prompt_len - 1):
                 depth -= depth % grid
                 if start < depth < stop:
                     stop = depth
@@ -532,98 +484,14 @@ class Lease:
             stop = min(stop, max(start + 1, num_pages * self._page_size))
         return stop
 
-    async def _next_chunk_on_all(self, joint: Operation, max_tokens: int) -> Chunk | None:
-        """`next_chunk`, with the same answer on all ranks.
-
-        Whatever one of them waits for, all wait for: who has nothing to wait for asks the next
-        question, which is answered when the others have come to it.
+    def check_has_state(self) -> None:
+        """On one rank alone it cannot begin again.
 
         Raises:
-            RanksError: another rank has given up, or has computed something else. StaleError: a run
-                that came to nothing has cost the state that was taken over.
+            StaleError: a run that came to nothing has cost the state that was taken over.
         """
-        try:
-            while True:
-                self.check()
-                self._check_has_state()
-                if self.frontier >= self.key.num_tokens:
-                    return None
-                await self._agree_on_rematch(joint)
-                start = self.frontier
-                stop = self._end_of_chunk(start, max_tokens)
-                claim = self._controller.claims.over(self.id, self.key, start)
-                if await self._agree_on_pages(joint, stop, is_clear=claim is None):
-                    return self._hand_out(start, stop)
-                if claim is not None:
-                    self._controller.counters.chunk_waits += 1
-                    await claim.released.wait()
-        except CapacityError:
-            raise  # on all, and all can go on
-        except BaseException:
-            joint.give_up()
-            raise
-
-    def _check_has_state(self) -> None:
-        """On one rank alone it cannot begin again."""
         if self._is_stranded:
             raise StaleError(f"{self!r} has no state to go on from: lease its tokens again")
-
-    async def _agree_on_rematch(self, joint: Operation) -> None:
-        """Go on from what others have published on all ranks; hold it here until all have said how
-        much that is."""
-        controller, size, frontier = self._controller, self._page_size, self.frontier
-        held = self._hold_deeper()
-        reach = frontier - frontier % size if held is None else held.depth
-        try:
-            agreed = await joint.agree([*range(0, reach + 1, size), EQUAL - frontier])
-            self.check()
-            if EQUAL - frontier not in agreed:
-                raise RanksError(f"{self!r}: another rank has not computed the same")
-            self.rematch(max(agreed))
-        finally:
-            if held is not None:
-                controller.tree.let_go(held)
-                controller.admission.look_again()
-
-    def _hold_deeper(self) -> Receipt | None:
-        """Hold what others have published beyond what this lease has computed, if it could go on
-        from there."""
-        controller, receipt = self._controller, self.receipt
-        assert receipt is not None, "granted leases hold a receipt"
-        if self._num_runs or not controller.enabled:
-            return None
-        boundary = controller.tree.match_deeper(receipt, self.key, len(self) - 1)
-        if boundary is None or boundary.depth <= self._computed:
-            return None
-        spare, needed = controller.accounts.room_beside(0), controller.tree.would_need(boundary)
-        if any(pages > room for pages, room in zip(needed, spare, strict=True)):
-            return None
-        return controller.tree.inc_lock_ref(boundary)
-
-    async def _agree_on_pages(self, joint: Operation, stop: int, *, is_clear: bool) -> bool:
-        """Have pages up to `stop` on all ranks. False: go round again, for on some rank another
-        lease is computing the same.
-
-        Raises:
-            CapacityError: on all ranks, when one has no room.
-        """
-        had, num_pages = self.table.num_pages, -(-stop // self._page_size)
-        refused = None
-        try:
-            self._take_pages(num_pages)
-        except CapacityError as error:
-            refused = error
-        marks = (HAS_PAGES, refused is None), (IS_CLEAR, is_clear)
-        agreed = await joint.agree([mark for mark, is_true in marks if is_true])
-        self.check()
-        if HAS_PAGES not in agreed:
-            if had < self.table.num_pages:
-                self._fences.give_back(self.table.cut(had))
-                self.settle_promise()
-                self._controller.admission.look_again()
-            missing = self.pages_beyond_promise(stop)
-            raise refused or self._controller.no_room_elsewhere(missing)
-        return IS_CLEAR in agreed
 
     def rematch(self, limit: int) -> None:
         """Go on from what others have published, if that is beyond what this lease has computed."""
@@ -705,7 +573,7 @@ class Lease:
             raise ValueError(
                 f"cannot hand out {num_tokens} tokens: {len(self) - start} are left to compute"
             )
-        return self._hand_out(start, start + num_tokens)
+        return self.hand_out(start, start + num_tokens)
 
     @property
     def pending(self) -> Chunk | None:
@@ -718,10 +586,15 @@ class Lease:
         """
         self.check()
         start = self.frontier
-        return self._hand_out(start, len(self)) if start < len(self) else None
+        return self.hand_out(start, len(self)) if start < len(self) else None
 
-    def _hand_out(self, start: int, stop: int) -> Chunk:
-        self._take_pages(-(-stop // self._page_size))
+    def hand_out(self, start: int, stop: int) -> Chunk:
+        """Tokens that are to be computed, with their pages.
+
+        Raises:
+            CapacityError: no room beyond the reserve.
+        """
+        self.take_pages(-(-stop // self._page_size))
         self._controller.counters.chunks += 1
         if self._load is not None and self._load.is_over:
             self.layers = NO_LOADS  # what failed is nothing to this chunk: it goes on from below
@@ -1022,7 +895,7 @@ class Lease:
         self.check()
         at = len(self)
         check_token(token, at)
-        self._take_pages(at // self._page_size + 1)
+        self.take_pages(at // self._page_size + 1)
         self.key.append(token)
         return Chunk(self, at, at + 1)
 
@@ -1058,11 +931,7 @@ class Lease:
         self._skipped = min(self._skipped, length)
         self._cuts = [*self._cuts, length]
         self._computed = min(self._computed, length)
-        keep = -(-length // self._page_size)
-        if keep < self.table.num_pages:
-            self._fences.give_back(self.table.cut(keep))
-            self.settle_promise()
-            self._controller.admission.look_again()
+        self.keep_pages(-(-length // self._page_size))
 
     # --- pages ------------------------------------------------------------------------------------
 
@@ -1117,7 +986,7 @@ class Lease:
         names = ", ".join(repr(str(known.id)) for known in self._controller.tree.components)
         raise KeyError(f"no component {component!r}; there is {names}")
 
-    def _take_pages(self, num_pages: int) -> None:
+    def take_pages(self, num_pages: int) -> None:
         """Have pages for the first `num_pages` pages of the sequence; all components or none."""
         table = self.table
         missing = num_pages - table.num_pages
@@ -1132,6 +1001,13 @@ class Lease:
                 self._controller.check_spare_of_one(index, lacking)
         table.write(table.num_pages, self._fences.take(missing))
         self.settle_promise()
+
+    def keep_pages(self, num_pages: int) -> None:
+        """Give back what it has taken beyond the first `num_pages` pages of the sequence."""
+        if num_pages < self.table.num_pages:
+            self._fences.give_back(self.table.cut(num_pages))
+            self.settle_promise()
+            self._controller.admission.look_again()
 
     def held_pages(self) -> list[PageIds]:
         """Per component, all pages that the lease holds: the tree's, a load's, its own."""

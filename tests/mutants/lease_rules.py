@@ -141,10 +141,10 @@ MUTANTS: Final = [
         harm="a leak of the pages of rejected drafts",
         file=LEASE,
         old=(
-            "            self._fences.give_back(self.table.cut(keep))\n"
+            "            self._fences.give_back(self.table.cut(num_pages))\n"
             "            self.settle_promise()"
         ),
-        new="            self.table.cut(keep)\n            self.settle_promise()",
+        new="            self.table.cut(num_pages)\n            self.settle_promise()",
         test=RULES + "test_truncate_drops_rejected_drafts",
     ),
     Mutant(

@@ -448,6 +448,7 @@ def test_positions_count_from_the_keys_start() -> None:
         (7, "not int"),
         (np.array([1.0]), "integers, not float64"),
         (np.array([True]), "integers, not bool"),
+        ([True, False], "integers, not bool"),
         (np.array([1, 2], object), "integers, not object"),
         (torch.tensor([1.0]), "integers, not float32"),
         (torch.tensor([True]), "integers, not bool"),

@@ -317,6 +317,8 @@ def _sequence_to_bytes(tokens: Any, position: int) -> bytes:
         if isinstance(tokens, NO_SEQUENCES) or not isinstance(tokens, Iterable):
             raise TypeError(f"tokens must be a sequence of integers, not {type(tokens).__name__}")
         tokens = list(tokens)
+    if tokens and type(tokens[0]) is bool:  # a mask; to look at every token would cost too much
+        raise TypeError("tokens must be integers, not bool")
     try:
         return array("q", tokens).tobytes()
     except (OverflowError, TypeError):

@@ -254,18 +254,21 @@ class UnifiedRadixCache:
         cache.prefetch(prompt) as handle: await handle.wait()`.
 
         A handle holds what has come until it is closed, a lease has taken it, or `result_ttl`
-        seconds have passed. With `detach` there is nothing to close.
+        seconds have passed. With `detach` there is nothing to close. Where an operator has detached
+        storage, a prefetch ends at once and says so.
 
         Raises:
-            ValueError: there is no storage tier. Tokens: as `lease`.
+            ValueError: there never was a storage tier. Tokens: as `lease`.
         """
-        self._controller.check()
+        controller = self._controller
+        controller.check()
         key = self._key(tokens, extra_key, cache_salt)
-        if self._controller.storage is not None:
-            return self._controller.storage.prefetches.start(key, detach=detach)
-        if not self._controller.enabled and self._parts.config.storage is not None:
-            return NoPrefetches().start(key, detach=detach)
-        raise ValueError("there is no storage tier: write a `storage:` section")
+        if controller.storage is not None:
+            return controller.storage.prefetches.start(key, detach=detach)
+        if self._parts.config.storage is None and not controller.had_storage:
+            raise ValueError("there is no storage tier: write a `storage:` section")
+        why = "storage is detached" if controller.enabled else "the cache is off (mode: off)"
+        return NoPrefetches(controller.tree, why, controller.check_thread).start(key, detach=detach)
 
     def pin(
         self,

@@ -175,6 +175,7 @@ class HybridCacheController:
         self.transfers: Transfers | None = None
         self.write_policy: WritePolicy = NoWrites()
         self.storage: StorageTier | None = None
+        self.had_storage = False
         self._attaching: StorageTier | None = None
         self._detached: list[StorageTier] = []  # that have not gone
         self.load_back_threshold = 0
@@ -316,6 +317,7 @@ class HybridCacheController:
         finally:
             self._attaching = None
         self.storage = tier
+        self.had_storage = True
 
     async def detach(self, limit: float | None) -> None:
         """Have it no longer. What it is writing ends within `limit` seconds, or stays quarantined

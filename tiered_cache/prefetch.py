@@ -222,15 +222,24 @@ class PrefetchHandle(Holding):
 
 
 class NoPrefetches:
-    """In place of `Prefetches` where the cache is off, for comparing: whatever is asked for has
-    ended, with nothing."""
+    """In place of `Prefetches` where there is no storage now: whatever is asked for has ended, with
+    what device and host have.
+
+    Args:
+        why: there is none, for people.
+    """
+
+    def __init__(self, tree: RadixTree, why: str, check_thread: Callable[[], None]) -> None:
+        self._tree = tree
+        self._why = why
+        self.check_thread = check_thread
 
     def start(self, key: RadixKey, *, detach: bool = False) -> PrefetchHandle:
-        prefetch = Prefetch(key, 0, 0.0, 0, detached=detach)
-        prefetch.end("the cache is off (mode: off)")
+        prefetch = Prefetch(key, len(key), 0.0, 0, detached=detach)
+        prefetch.reached = self._tree.match_prefix(MatchPrefixParams(key)).best_length
+        prefetch.end(self._why)
         return PrefetchHandle(self, None if detach else prefetch)
 
-    def check_thread(self) -> None: ...
     async def wait(self, prefetch: Prefetch, policy: str | None, timeout: float | None) -> None: ...
     def stop(self, prefetch: Prefetch, why: str) -> None: ...
     def close(self, prefetch: Prefetch) -> None: ...

@@ -7,9 +7,18 @@ from typing import Any
 
 import pytest
 
-from tests.lease_helpers import P, seq, start, turns
-from tests.storage_helpers import Store, keep, on_virtual_clock, prefetched, three_tiers, wipe
+from tests.lease_helpers import P, rig, seq, start, turns
+from tests.storage_helpers import (
+    MODEL,
+    Store,
+    keep,
+    on_virtual_clock,
+    prefetched,
+    three_tiers,
+    wipe,
+)
 from tests.tier_helpers import on_tier, until
+from tiered_cache.config import StorageConfig
 from tiered_cache.errors import ClosedError
 from tiered_cache.storage.backend import ReadResult
 from tiered_cache.testing.faulty_backend import CallGate, flipped
@@ -356,13 +365,30 @@ async def test_a_store_that_is_cancelled_by_a_lease() -> None:
         assert r.pool.free == r.pool.capacity
 
 
-async def test_no_storage_no_prefetch() -> None:
-    store = Store()
-    async with three_tiers(store=store) as (r, _):
+async def test_where_storage_was_detached_a_prefetch_has_ended() -> None:
+    """An operator's step is no error of a request."""
+    async with three_tiers() as (r, _):
+        await r.serve([*A[:8], 1])
         await r.cache.storage.detach()
-        with pytest.raises(ValueError, match="storage"):
-            r.cache.prefetch(A)
         assert not r.cache.storage
+        with r.cache.prefetch(A) as handle:
+            assert handle.is_done
+            assert handle.why == "storage is detached"
+            assert await handle.wait("wait_complete") == handle.tokens == handle.done_now() == 8
+        r.cache.prefetch(A, detach=True)
+
+
+async def test_without_storage_a_prefetch_is_a_mistake() -> None:
+    """Until there is one, and when it has gone again it is none."""
+    async with rig(64, host={"tokens": 64 * P}, model=MODEL) as r:
+        with pytest.raises(ValueError, match="write a `storage:` section"):
+            r.cache.prefetch(A)
+        storage = await asyncio.to_thread(StorageConfig, backend="memory")  # looks it up on disk
+        other = r.config.model_copy(update={"storage": storage})
+        await r.cache.storage.attach(other, backend=Store())
+        await r.cache.storage.detach()
+        with r.cache.prefetch(A) as handle:
+            assert (handle.is_done, handle.tokens) == (True, 0)
 
 
 async def test_less_than_the_threshold_is_not_read() -> None:
